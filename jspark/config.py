@@ -1,0 +1,144 @@
+"""Frozen configurations of models and of the engine.
+
+Knows: the numbers that fix shapes and behaviour, and which combinations are contradictory.
+Does not know: file formats (checkpoint/ fills these in), arrays, or the command line (made from these).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jspark.errors import UserError
+
+Algorithm = Literal["NONE", "DFLASH", "DSPARK"]
+DType = Literal["float32", "bfloat16"]
+VerifyMode = Literal["static", "compact", "cap-accept"]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding, half-split layout; the fields beyond `theta` belong to one `kind` each."""
+
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A dense pre-norm decoder of the Llama and Qwen3 kind; also the shape of a drafter's backbone."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position: int
+    rope: RopeConfig
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    tie_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    model_type: str = "llama"
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """A block-diffusion drafter: backbone, features it reads, sequential head, confidence head.
+
+    `block_size` is γ, the number of drafted tokens, in every dialect. A drafter that predicts from the anchor
+    row runs γ rows (DSpark); one that does not runs γ + 1 and drops the first (DFlash).
+    `target_layer_ids`: layer id l is the output of target layer l, −1 the embedding.
+    """
+
+    backbone: DecoderConfig
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    predicts_from_anchor: bool
+    markov: Literal["none", "vanilla", "gated", "rnn"] = "none"
+    markov_rank: int = 0
+    confidence: Literal["none", "hidden", "hidden+markov"] = "none"
+    own_embedding: bool = False
+    own_head: bool = False
+    dialect: str = "deepspec"
+
+    @property
+    def block_rows(self) -> int:
+        """Rows the backbone runs to draft `block_size` tokens."""
+        return self.block_size if self.predicts_from_anchor else self.block_size + 1
+
+
+def check_drafter_fits(drafter: DrafterConfig, target: DecoderConfig) -> None:
+    """Raises UserError when `drafter` cannot have been made for `target`."""
+    b = drafter.backbone
+    if b.hidden_size != target.hidden_size:
+        raise UserError(
+            f"the drafter's hidden size {b.hidden_size} is not the target's {target.hidden_size}: "
+            "it was made for another target; pass the drafter that belongs to this model"
+        )
+    if b.vocab_size != target.vocab_size:
+        raise UserError(
+            f"the drafter's vocabulary of {b.vocab_size} is not the target's {target.vocab_size}: "
+            "it was made for another target; pass the drafter that belongs to this model"
+        )
+    bad = [i for i in drafter.target_layer_ids if not -1 <= i < target.num_layers - 1]
+    if bad:
+        raise UserError(
+            f"the drafter reads target layers {bad}, outside -1..{target.num_layers - 2} of this "
+            f"{target.num_layers}-layer target; pass the drafter that belongs to this model"
+        )
+    if not 0 <= drafter.mask_token_id < target.vocab_size:
+        raise UserError(
+            f"the drafter's mask token id {drafter.mask_token_id} is outside the vocabulary of "
+            f"{target.vocab_size}; correct mask_token_id in its config.json"
+        )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine batches, drafts and verifies. Zero or an empty tuple means: choose for this device.
+
+    max_running_requests: request slots (R at most). page_size: tokens a KV page. max_total_tokens: tokens the
+    page pool holds. context_length: longest prompt + output. chunked_prefill_size: prompt tokens a step.
+    block_size: γ at run time (0: the checkpoint's). row_buckets / token_tiers: the ladders of R and T.
+    """
+
+    max_running_requests: int = 0
+    page_size: int = 64
+    max_total_tokens: int = 0
+    context_length: int = 0
+    chunked_prefill_size: int = 512
+    block_size: int = 0
+    verify_mode: VerifyMode = "compact"
+    dtype: DType = "float32"
+    row_buckets: tuple[int, ...] = ()
+    token_tiers: tuple[int, ...] = ()
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_running_requests", "max_total_tokens", "context_length", "block_size"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be 0 (choose for me) or positive")
+        for name in ("page_size", "chunked_prefill_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("row_buckets", "token_tiers"):
+            ladder = getattr(self, name)
+            if list(ladder) != sorted(set(ladder)) or any(x < 1 for x in ladder):
+                raise UserError(f"{name} {list(ladder)} must be positive numbers in increasing order")
