@@ -116,7 +116,7 @@ class EngineConfig:
 
     max_running_requests: request slots (R at most). page_size: tokens a KV page. max_total_tokens: tokens the
     page pool holds. context_length: longest prompt + output. chunked_prefill_size: prompt tokens a step.
-    block_size: γ at run time (0: the checkpoint's). row_buckets / token_tiers: the ladders of R and T.
+    block_size: γ at run time (0: the checkpoint's). overlap: dispatch a step before the last one is collected. row_buckets / token_tiers: the ladders of R and T.
     """
 
     max_running_requests: int = 0
@@ -129,7 +129,7 @@ class EngineConfig:
     dtype: DType = "float32"
     row_buckets: tuple[int, ...] = ()
     token_tiers: tuple[int, ...] = ()
-    overlap: bool = True
+    overlap: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_running_requests", "max_total_tokens", "context_length", "block_size"):

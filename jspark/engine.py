@@ -1,0 +1,422 @@
+"""The engine: prompts in, tokens out, many requests at a time, in token ids only.
+
+Knows: the loop. Each step admits requests, plans rows and budget, dispatches propose and verify, and collects the
+results of the step before; nothing in it waits for the step in flight.
+Does not know: text, HTTP, model internals; the arithmetic of a step is in step.py.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from jspark import axes, kv
+from jspark.budget import BatchState, Full, Plan, Policy
+from jspark.config import DecoderConfig, DrafterConfig, EngineConfig, check_drafter_fits
+from jspark.errors import UserError
+from jspark.models.decoder import Decoder
+from jspark.models.drafter import Drafter
+from jspark.programs import Programs, ProposeShape, VerifyShape, at_least, ladder
+from jspark.request import FinishReason, Request, Update
+from jspark.sampling import RowSampling
+from jspark.scheduler import Running, Scheduler, Work
+from jspark.state import Packet, Prefill, Slots, StepArgs, Tiles, empty_slots
+from jspark.step import Pools, Sampling, Spec
+
+#: Rows of a prefill tile in the attention fallback, when several prompts share a chunk.
+TILE = 32
+#: Stop token ids a request can have.
+MAX_STOP_IDS = 16
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A dispatched step whose results are still on their way."""
+
+    number: int
+    packet: Packet
+    rows: list[Running]
+    generations: np.ndarray
+
+
+class Engine:
+    """Continuous batching of lossless speculative decoding over fixed slots.
+
+    Raises:
+        UserError: a drafter that does not fit the target, or sizes that contradict each other.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        target: tuple[Decoder, DecoderConfig],
+        drafter: tuple[Drafter, DrafterConfig] | None = None,
+        *,
+        policy: Policy | None = None,
+        mesh: Mesh | None = None,
+        sts: Sequence[float] | None = None,
+    ):
+        self.mesh = mesh or axes.single_device_mesh()
+        model, target_config = target
+        self.block_size = _block_size(config, drafter, target_config)
+        spec = Spec(
+            target=target_config,
+            drafter=drafter[1] if drafter else None,
+            block_size=self.block_size,
+            verify_mode=config.verify_mode,
+            page_size=config.page_size,
+        )
+        self.config = config = _sized(config, spec, self.mesh)
+        if sts is not None and len(sts) != self.block_size:
+            raise UserError(
+                f"the calibration has {len(sts)} temperatures and the block has {self.block_size} tokens; "
+                "calibrate again at this block size"
+            )
+        self.policy = policy or Full()
+        temperatures = None if sts is None else jnp.asarray(sts, jnp.float32)
+        self.programs = Programs(spec, model, drafter[0] if drafter else None, self.mesh, temperatures)
+        pages = -(-config.max_total_tokens // config.page_size) + 1
+        dtype = jnp.dtype(config.dtype)
+        size = config.page_size
+        self._pools = Pools(
+            target=kv.make_pool(target_config, pages, size, dtype, self.mesh),
+            drafter=kv.make_pool(drafter[1].backbone, pages, size, dtype, self.mesh) if drafter else None,
+        )
+        slots = config.max_running_requests
+        self._slots = self.programs.place(empty_slots(slots, MAX_STOP_IDS))
+        self._dummy = slots
+        self.scheduler = Scheduler(
+            slots,
+            kv.PageAllocator(pages, size),
+            config.context_length,
+            config.chunked_prefill_size,
+            overhang=self.block_size,
+        )
+        self._vocab_size = target_config.vocab_size
+        self._page_steps = ladder(max(1, 256 // size), self.scheduler.table.shape[1])
+        self._chunk_steps = ladder(min(TILE, config.chunked_prefill_size), config.chunked_prefill_size)
+        self._overlap = (
+            config.overlap if config.overlap is not None else self.mesh.devices.flat[0].platform != "cpu"
+        )
+        self._flights: deque[Flight] = deque()
+        self._step = 0
+        # Confidence by slot as of two steps ago, NaN where there is none; results younger than that wait here.
+        self._confidence = np.full((slots + 1, self.block_size), np.nan, np.float32)
+        self._younger: deque[tuple[int, list[Running], np.ndarray, np.ndarray]] = deque()
+        self._sts = None if sts is None else np.asarray(sts, np.float32)
+
+    # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            UserError: it can never run: prompt empty or too long, ids out of range, too many stop ids.
+        """
+        self.scheduler.check(request)
+        bad = [t for t in request.prompt if not 0 <= t < self._vocab_size]
+        if bad:
+            raise UserError(
+                f"token id {bad[0]} is outside the vocabulary of {self._vocab_size}; pass ids of this model's tokenizer"
+            )
+        if len(request.stop_ids) > MAX_STOP_IDS:
+            raise UserError(
+                f"{len(request.stop_ids)} stop token ids were given; at most {MAX_STOP_IDS} are supported"
+            )
+        self.scheduler.waiting.append(request)
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request now, wherever it is; its pages are free at once. Unknown ids are ignored."""
+        running = self.scheduler.running.get(request_id)
+        if running is not None:
+            self.scheduler.release(running)
+        else:
+            waiting = self.scheduler.waiting
+            for request in [r for r in waiting if r.id == request_id]:
+                waiting.remove(request)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, runs or is in flight."""
+        return not (self.scheduler.waiting or self.scheduler.running or self._flights)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of both page pools."""
+        drafter = self._pools.drafter
+        return self._pools.target.nbytes + (drafter.nbytes if drafter else 0)
+
+    # ── the loop ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def step(self) -> list[Update]:
+        """Dispatches one step, then handles the results of the step before it.
+
+        Without overlap the results of the step itself are handled; budgets are two steps old in both cases, so
+        the tokens are the same.
+        """
+        admitted = self.scheduler.admit(time.perf_counter())
+        if admitted:
+            self._place(admitted)
+        flight = self._dispatch()
+        if flight is not None:
+            self._flights.append(flight)
+        updates: list[Update] = []
+        keep = 1 if self._overlap and flight is not None else 0
+        while len(self._flights) > keep:
+            updates += self._collect(self._flights.popleft())
+        return updates
+
+    def _place(self, admitted: list[Running]) -> None:
+        """Writes new requests into the device's slot table, padded to a power of two with the dummy slot."""
+        count = at_least(ladder(1, self.config.max_running_requests), len(admitted))
+        index = np.full(count, self._dummy, np.int32)
+        values = jax.tree.map(lambda x: np.zeros((count, *x.shape[1:]), x.dtype), self._slots)
+        values.stop_ids[:] = -1
+        for i, running in enumerate(admitted):
+            request, params = running.request, running.request.params
+            index[i] = running.slot
+            values.anchor[i] = request.prompt[-1]
+            values.position[i] = len(request.prompt) - 1
+            values.remaining[i] = running.limit
+            values.live[i] = values.fresh[i] = True
+            values.stop_ids[i, : len(request.stop_ids)] = request.stop_ids
+            s = values.sampling
+            s.temperature[i], s.top_p[i], s.min_p[i] = params.temperature, params.top_p, params.min_p
+            s.top_k[i] = max(params.top_k, 0)
+            s.seed[i], s.coupled[i] = _seed(params.seed), _coupled(running)
+            self._confidence[running.slot] = np.nan
+        index, values = self.programs.place((index, values))
+        self._slots = self.programs.admit(self._slots, index, values)
+
+    def _dispatch(self) -> Flight | None:
+        largest = self._chunk_steps[-1]
+        tile = min(TILE, largest)
+        work = self.scheduler.plan(tile, 2 * -(-largest // tile))
+        rows = work.rows
+        if not rows:
+            return None
+        count = at_least(self.config.row_buckets, len(rows))
+        sampling = _sampling(rows)
+        # A fresh row has no features to draft from: its first token comes from its anchor alone.
+        drafts = self.block_size > 0 and any(r.tokens or r.in_flight for r in work.decode)
+        plan, verify_tokens = self._plan(work, count) if drafts else (Plan(budget=0), count)
+        args, pages, prefill = self._arguments(work, count, plan, verify_tokens)
+        proposal = None
+        if drafts:
+            proposal = self.programs.propose(ProposeShape(count, pages, sampling), self._pools, self._slots, args)
+        shape = VerifyShape(count, pages, sampling, verify_tokens, drafts, prefill)
+        self._pools, self._slots, packet = self.programs.verify(shape, self._pools, self._slots, args, proposal)
+        for array in jax.tree.leaves(packet):
+            array.copy_to_host_async()
+        for running in work.decode:
+            running.in_flight += 1
+        self._step += 1
+        return Flight(self._step, packet, work.decode, self.scheduler.generation[[r.slot for r in work.decode]])
+
+    def _plan(self, work: Work, count: int) -> tuple[Plan, int]:
+        """Budget and tier of the step, from confidence two steps old."""
+        while self._younger and self._younger[0][0] <= self._step - 1:
+            _, rows, generations, confidence = self._younger.popleft()
+            for running, generation, values in zip(rows, generations, confidence, strict=False):
+                if self.scheduler.generation[running.slot] == generation:
+                    self._confidence[running.slot] = values
+        decode, width = len(work.decode), self.block_size + 1
+        if self.config.verify_mode == "compact":
+            tiers = tuple(t for t in self.config.token_tiers if count <= t < count * width) + (count * width,)
+        else:
+            tiers = (count * width,)
+        logits = self._confidence[[r.slot for r in work.decode]]
+        conditional = 1.0 / (1.0 + np.exp(-(logits if self._sts is None else logits / self._sts)))
+        plan = self.policy.plan(
+            BatchState(
+                rows=decode,
+                block_size=self.block_size,
+                tiers=tiers,
+                conditional=conditional,
+                survival=np.cumprod(conditional, axis=1),
+                context_tokens=sum(r.position for r in work.decode),
+            )
+        )
+        tokens = at_least(tiers, min(decode + plan.budget, count * width))
+        return plan, tokens
+
+    def _arguments(
+        self, work: Work, count: int, plan: Plan, verify_tokens: int
+    ) -> tuple[StepArgs, int, tuple[int, int, int] | None]:
+        """The step's arrays on the device, the page count they look at, and the prefill shape."""
+        rows, decode = work.rows, len(work.decode)
+        slot = np.full(count, self._dummy, np.int32)
+        slot[: len(rows)] = [r.slot for r in rows]
+        reach = 1
+        for running in work.decode:
+            last = running.position + (running.in_flight + 1) * (self.block_size + 1)
+            reach = max(reach, min(self.scheduler.allocator.pages_for(last), len(running.pages)))
+        for chunk in work.chunks:
+            reach = max(reach, self.scheduler.allocator.pages_for(chunk.stop))
+        pages = at_least(self._page_steps, reach)
+        prefill, prefill_shape = self._prefill(work, verify_tokens)
+        args = StepArgs(
+            slot=slot,
+            decode=np.arange(count) < decode,
+            table=self.scheduler.table[slot, :pages],
+            # The tier is filled: rows that padding would take cost nothing.
+            budget=np.int32(verify_tokens - decode),
+            threshold=np.float32(plan.threshold),
+            min_window=_per_row(plan.min_window, 0, count, decode),
+            max_window=_per_row(plan.max_window, self.block_size, count, decode),
+            prefill=prefill,
+        )
+        return self.programs.place(args), pages, prefill_shape
+
+    def _prefill(self, work: Work, verify_tokens: int) -> tuple[Prefill | None, tuple[int, int, int] | None]:
+        chunks = work.chunks
+        if not chunks:
+            return None, None
+        total = at_least(self._chunk_steps, sum(c.stop - c.start for c in chunks))
+        tile = min(TILE, total)
+        tiles = 2 * -(-total // tile)
+        if len(chunks) == 1:
+            tiles, tile = 1, total
+        elif sum(-(-(c.stop - c.start) // tile) for c in chunks) > tiles:
+            total = self._chunk_steps[-1]
+            tiles = 2 * -(-total // tile)
+        row_of = {id(r): i for i, r in enumerate(work.rows)}
+        tokens = np.zeros(total, np.int32)
+        positions = np.zeros(total, np.int32)
+        row = np.full(total, at_least(self.config.row_buckets, len(work.rows)), np.int32)
+        index = np.full((tiles, tile), verify_tokens + total, np.int32)
+        tile_row = np.zeros(tiles, np.int32)
+        start = used = 0
+        for chunk in chunks:
+            size = chunk.stop - chunk.start
+            where = slice(start, start + size)
+            tokens[where] = chunk.running.request.prompt[chunk.start : chunk.stop]
+            positions[where] = np.arange(chunk.start, chunk.stop)
+            row[where] = row_of[id(chunk.running)]
+            for first in range(0, size, tile):
+                here = min(tile, size - first)
+                index[used, :here] = verify_tokens + start + first + np.arange(here)
+                tile_row[used] = row_of[id(chunk.running)]
+                used += 1
+            start += size
+        return Prefill(tokens, positions, row, Tiles(index, tile_row)), (total, tiles, tile)
+
+    def _collect(self, flight: Flight) -> list[Update]:
+        """Results of a step: tokens out, figures, finished requests' slots and pages back."""
+        packet: Packet = jax.tree.map(np.asarray, flight.packet)
+        now = time.perf_counter()
+        if packet.confidence.shape[1]:
+            self._younger.append((flight.number, flight.rows, flight.generations, packet.confidence))
+        updates = []
+        for i, running in enumerate(flight.rows):
+            running.in_flight -= 1
+            count = int(packet.count[i])
+            if running.finished or count == 0:
+                continue
+            tokens = tuple(packet.tokens[i, :count].tolist())
+            stats = running.stats
+            if running.tokens == 0:
+                running.first_token = now
+                stats.prefill_seconds = now - running.admitted
+            else:
+                stats.steps += 1
+                stats.windows[int(packet.window[i])] += 1
+                stats.accepted[int(packet.accepted[i])] += 1
+                stats.block_accepted[int(packet.block_accepted[i])] += 1
+                stats.decode_seconds = now - running.first_token
+            running.tokens += count
+            reason: FinishReason | None = None
+            if packet.finished[i]:
+                reason = "stop" if tokens[-1] in running.request.stop_ids else "length"
+                self.scheduler.release(running)
+            updates.append(Update(running.request.id, tokens, reason, stats))
+        return updates
+
+
+def _block_size(config: EngineConfig, drafter: tuple[Drafter, DrafterConfig] | None, target: DecoderConfig) -> int:
+    if drafter is None:
+        if config.block_size:
+            raise UserError("a block size was given without a drafter; name a drafter or drop the block size")
+        return 0
+    check_drafter_fits(drafter[1], target)
+    size = config.block_size or drafter[1].block_size
+    if size > drafter[1].block_size:
+        raise UserError(
+            f"block size {size} is larger than the {drafter[1].block_size} this drafter was trained for; "
+            f"ask for {drafter[1].block_size} or less"
+        )
+    return size
+
+
+def _sized(config: EngineConfig, spec: Spec, mesh: Mesh) -> EngineConfig:
+    """Fills in what was left for us to choose."""
+    from dataclasses import replace
+
+    device = mesh.devices.flat[0]
+    gpu = device.platform != "cpu"
+    slots = config.max_running_requests or (64 if gpu else 8)
+    longest = spec.target.max_position
+    context = config.context_length or longest
+    if context > longest:
+        raise UserError(f"a context of {context} is longer than the {longest} positions of this model; lower it")
+    per_token = kv.bytes_per_token(spec.target, config.dtype)
+    if spec.drafter is not None:
+        per_token += kv.bytes_per_token(spec.drafter.backbone, config.dtype)
+    room = 2**30
+    if gpu:
+        memory = device.memory_stats()
+        room = (memory["bytes_limit"] - memory["bytes_in_use"]) // 2
+    tokens = config.max_total_tokens or min(slots * (context + spec.block_size), room // per_token)
+    width = spec.block_size + 1
+    rows = config.row_buckets or ladder(1, slots)
+    if rows[-1] < slots:
+        raise UserError(f"the largest row bucket {rows[-1]} is below max_running_requests {slots}; raise it")
+    tiers = config.token_tiers or tuple(sorted({r * m for r in rows for m in (1, 2, 4, width)}))
+    return replace(
+        config,
+        max_running_requests=slots,
+        context_length=context,
+        max_total_tokens=tokens,
+        row_buckets=rows,
+        token_tiers=tiers,
+    )
+
+
+def _sampling(rows: list[Running]) -> Sampling:
+    hot = [r for r in rows if r.request.params.temperature > 0]
+    return Sampling(
+        sampled=bool(hot),
+        filtered=any(r.request.params.filtered for r in hot),
+        coupled=any(_coupled(r) for r in hot),
+        rejection=any(not _coupled(r) for r in hot),
+    )
+
+
+def _coupled(running: Running) -> bool:
+    params = running.request.params
+    if params.speculative_sampling == "auto":
+        return params.seed is not None
+    return params.speculative_sampling == "coupled"
+
+
+def _seed(seed: int | None) -> int:
+    """32 bits for the device: a 64-bit seed folded, or fresh ones."""
+    if seed is None:
+        return secrets.randbits(32)
+    return (seed ^ (seed >> 32)) & 0xFFFFFFFF
+
+
+def _per_row(value: int | np.ndarray | None, default: int, count: int, decode: int) -> np.ndarray:
+    out = np.full(count, default, np.int32)
+    if value is not None:
+        out[:decode] = value
+    return out

@@ -1,0 +1,1 @@
+"""Device kernels, one folder an op: a reference that is also the XLA fallback, then a file a backend."""

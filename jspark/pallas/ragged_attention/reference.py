@@ -1,0 +1,99 @@
+"""The reference, which is also the XLA fallback on every device.
+
+Knows: how to bring ragged rows into rectangles so that each request's pages are gathered once a rectangle, not
+once a packed token; softmax in float32.
+Does not know: where tiles come from, or what the rows mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tiles:
+    """A rectangle of query rows: tile i holds the packed rows `index[i]` of request row `row[i]`.
+
+    index: [m, b], packed positions; values of T or more are padding. row: [m], rows of the page table.
+    """
+
+    index: Int[Array, "m b"]
+    row: Int[Array, " m"]
+
+
+def _gather(pool: Float[Array, "pages k s d"], table: Int[Array, "m p"]) -> Float[Array, "m k c d"]:
+    pages = pool.at[table].get(mode="promise_in_bounds")
+    m, p, k, s, d = pages.shape
+    return jnp.moveaxis(pages, 2, 1).reshape(m, k, p * s, d)
+
+
+def _grouped(q: Float[Array, "m b n d"], kv_heads: int) -> Float[Array, "m k gb d"]:
+    m, b, n, d = q.shape
+    return q.reshape(m, b, kv_heads, n // kv_heads, d).transpose(0, 2, 3, 1, 4).reshape(m, kv_heads, -1, d)
+
+
+def _ungrouped(o: Float[Array, "m k gb d"], rows: int) -> Float[Array, "m b n d"]:
+    m, k, _, d = o.shape
+    return o.reshape(m, k, -1, rows, d).transpose(0, 3, 1, 2, 4).reshape(m, rows, -1, d)
+
+
+def _scores(q: Float[Array, "m k q d"], k: Float[Array, "m k c d"]) -> Float[Array, "m k q c"]:
+    scores = jnp.einsum("mkqd,mkcd->mkqc", q, k, preferred_element_type=jnp.float32)
+    return scores * (q.shape[-1] ** -0.5)
+
+
+def ragged_attention(
+    q: Float[Array, "t n d"],
+    k_pool: Float[Array, "pages k s d"],
+    v_pool: Float[Array, "pages k s d"],
+    table: Int[Array, "r p"],
+    positions: Int[Array, " t"],
+    tiles: tuple[Tiles, ...],
+) -> Float[Array, "t n d"]:
+    """Causal attention of packed rows over their own pages.
+
+    Row t sees the positions 0..positions[t] of its request, its own included: the caller writes keys and values
+    first. Packed rows in no tile come out as zeros.
+    """
+    out = jnp.zeros_like(q)
+    for tile in tiles:
+        keys = _gather(k_pool, table[tile.row])
+        values = _gather(v_pool, table[tile.row])
+        rows = tile.index.shape[1]
+        index = jnp.minimum(tile.index, q.shape[0] - 1)
+        scores = _scores(_grouped(q[index], k_pool.shape[1]), keys)
+        seen = jnp.arange(keys.shape[2])[None, None, :] <= positions[index][:, :, None]
+        group = scores.shape[2] // rows
+        seen = jnp.tile(seen, (1, group, 1))[:, None]
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(values.dtype)
+        tile_out = _ungrouped(jnp.einsum("mkqc,mkcd->mkqd", weights, values), rows)
+        out = out.at[tile.index].set(tile_out.astype(q.dtype), mode="drop")
+    return out
+
+
+def block_attention(
+    q: Float[Array, "r b n d"],
+    k: Float[Array, "r b k d"],
+    v: Float[Array, "r b k d"],
+    k_pool: Float[Array, "pages k s d"],
+    v_pool: Float[Array, "pages k s d"],
+    table: Int[Array, "r p"],
+    context: Int[Array, " r"],
+) -> Float[Array, "r b n d"]:
+    """Attention of a draft block: every row sees positions 0..context−1 from the pages and the whole block."""
+    block_k, block_v = (jnp.moveaxis(x, 1, 2) for x in (k, v))
+    queries = _grouped(q, k_pool.shape[1])
+    values = _gather(v_pool, table)
+    scores = _scores(queries, _gather(k_pool, table))
+    seen = jnp.arange(scores.shape[-1])[None, None, None, :] < context[:, None, None, None]
+    scores = jnp.concatenate([jnp.where(seen, scores, -jnp.inf), _scores(queries, block_k)], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+    past, own = jnp.split(weights, [values.shape[2]], axis=-1)
+    out = jnp.einsum("mkqc,mkcd->mkqd", past, values) + jnp.einsum("mkqc,mkcd->mkqd", own, block_v)
+    return _ungrouped(out, q.shape[1]).astype(q.dtype)

@@ -1,0 +1,151 @@
+"""The compiled programs of an engine, by shape: what stands in the place of CUDA-graph tiers.
+
+Knows: the ladders of row buckets, token tiers and page counts; compilation and its cost; donation.
+Does not know: requests, or which program a step needs (engine.py decides).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jspark.checkpoint.cache import cache_dir
+from jspark.models.decoder import Decoder
+from jspark.models.drafter import Drafter
+from jspark.propose import Proposal
+from jspark.state import Packet, Slots, StepArgs, admit
+from jspark.step import Pools, Sampling, Spec, propose_step, verify_step
+
+
+@dataclass(frozen=True)
+class ProposeShape:
+    """Key of a propose program."""
+
+    rows: int
+    pages: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class VerifyShape:
+    """Key of a verify program; drafts: there is a proposal; prefill: chunk rows and the shape of their tiles."""
+
+    rows: int
+    pages: int
+    sampling: Sampling
+    verify_tokens: int
+    drafts: bool
+    prefill: tuple[int, int, int] | None
+
+
+def ladder(smallest: int, largest: int) -> tuple[int, ...]:
+    """Powers of two times `smallest` below `largest`, then `largest`."""
+    steps = []
+    while smallest < largest:
+        steps.append(smallest)
+        smallest *= 2
+    return (*steps, largest)
+
+
+def at_least(steps: tuple[int, ...], wanted: int) -> int:
+    """The smallest step that holds `wanted`."""
+    return next(s for s in steps if s >= wanted)
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs on disk between runs; does nothing if the user has chosen a place already."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@dataclass
+class CompileReport:
+    """Programs compiled in this process and the seconds they took (cache hits included, at their cost)."""
+
+    programs: int = 0
+    seconds: float = 0.0
+    by_shape: dict[str, float] = field(default_factory=dict)
+
+
+class Programs:
+    """Compiles on first use and calls. Pools and slots are donated: the caller must use what comes back."""
+
+    def __init__(self, spec: Spec, target: Decoder, drafter: Drafter | None, mesh: Mesh, sts: Array | None = None):
+        self.spec = spec
+        self.report = CompileReport()
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._sts = None if sts is None else jax.device_put(jnp.asarray(sts, jnp.float32), self._replicated)
+        # Flat tuples: a call then flattens nothing in Python.
+        self._target, self._target_tree = jax.tree.flatten(target)
+        self._drafter, self._drafter_tree = jax.tree.flatten(drafter)
+        vocabulary = None if drafter is None else drafter.vocabulary(target.vocabulary)
+        self._vocabulary, self._vocabulary_tree = jax.tree.flatten(vocabulary)
+        self._compiled: dict[Any, Callable] = {}
+        exact = self._target[0].dtype == jnp.float32
+        # float32 means float32: without this a GPU multiplies in tf32.
+        self._precision = partial(jax.default_matmul_precision, "highest") if exact else contextlib.nullcontext
+
+    def place(self, host: Any) -> Any:
+        """Host arrays on every device of the mesh."""
+        return jax.device_put(host, self._replicated)
+
+    def admit(self, slots: Slots, index: Array, values: Slots) -> Slots:
+        """Writes new requests into the slot table (donated)."""
+        return self._call(("admit", len(index)), admit, (0,), self._replicated, slots, index, values)
+
+    def propose(self, shape: ProposeShape, pools: Pools, slots: Slots, args: StepArgs) -> Proposal:
+        """Drafts for the rows of a step; reads the drafter's pool."""
+
+        def run(leaves, vocabulary, pool, slots, slot, table):
+            drafter = jax.tree.unflatten(self._drafter_tree, leaves)
+            view = jax.tree.unflatten(self._vocabulary_tree, vocabulary)
+            return propose_step(self.spec, drafter, view, pool, slots, slot, table, sampling=shape.sampling)
+
+        call = (self._drafter, self._vocabulary, pools.drafter, slots, args.slot, args.table)
+        return self._call(shape, run, (), self._replicated, *call)
+
+    def verify(
+        self, shape: VerifyShape, pools: Pools, slots: Slots, args: StepArgs, proposal: Proposal | None
+    ) -> tuple[Pools, Slots, Packet]:
+        """Runs the target over the packed step and commits; pools and slots are donated."""
+
+        def run(target, drafter, pools, slots, args, proposal, sts):
+            return verify_step(
+                self.spec,
+                jax.tree.unflatten(self._target_tree, target),
+                jax.tree.unflatten(self._drafter_tree, drafter),
+                pools,
+                slots,
+                args,
+                proposal,
+                sts,
+                sampling=shape.sampling,
+                verify_tokens=shape.verify_tokens,
+            )
+
+        placement = (jax.tree.map(lambda x: x.sharding, pools), self._replicated, self._replicated)
+        call = (self._target, self._drafter, pools, slots, args, proposal, self._sts)
+        return self._call(shape, run, (2, 3), placement, *call)
+
+    def _call(self, key: Any, function: Callable, donated: tuple[int, ...], placement: Any, *args: Any) -> Any:
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            started = time.perf_counter()
+            with self._precision():
+                program = jax.jit(function, donate_argnums=donated, out_shardings=placement)
+                compiled = self._compiled[key] = program.lower(*args).compile()
+            seconds = time.perf_counter() - started
+            self.report.programs += 1
+            self.report.seconds += seconds
+            self.report.by_shape[str(key)] = seconds
+        return compiled(*args)

@@ -1,0 +1,202 @@
+"""One decode step as pure functions: propose; then allocate, pack, target, accept, inject.
+
+Knows: the order of the parts and what flows between them (docs/architecture.md, the data flow).
+Does not know: shapes that exist (programs.py), requests (engine.py), or how any part works inside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from jspark import kv
+from jspark.accept import commit, judge
+from jspark.allocate import allocate, survival
+from jspark.batch import pack
+from jspark.config import DecoderConfig, DrafterConfig, VerifyMode
+from jspark.models.decoder import Decoder
+from jspark.models.drafter import Drafter
+from jspark.models.layers import Vocabulary
+from jspark.propose import Proposal, inject, propose
+from jspark.state import Packet, Slots, StepArgs
+from jspark.verify import forward
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which sampling code a program carries: a program for greedy rows has no noise and keeps no q."""
+
+    sampled: bool = False
+    filtered: bool = False
+    coupled: bool = False
+    rejection: bool = False
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is fixed for the life of an engine and the same in all of its programs."""
+
+    target: DecoderConfig
+    drafter: DrafterConfig | None
+    block_size: int
+    verify_mode: VerifyMode
+    page_size: int
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Target layers whose outputs the drafter reads."""
+        return () if self.drafter is None else self.drafter.target_layer_ids
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Pools:
+    """The KV pools of target and drafter; the same page numbers in both."""
+
+    target: kv.Pool
+    drafter: kv.Pool | None
+
+
+def propose_step(
+    spec: Spec,
+    drafter: Drafter,
+    vocabulary: Vocabulary,
+    pool: kv.Pool,
+    slots: Slots,
+    slot: Int[Array, " r"],
+    table: Int[Array, "r p"],
+    *,
+    sampling: Sampling,
+) -> Proposal:
+    """Drafts a block for every row of the step from the drafter's pool."""
+    assert spec.drafter is not None
+    rows = slots.take(slot)
+    return propose(
+        drafter,
+        vocabulary,
+        spec.drafter,
+        pool,
+        rows.anchor,
+        rows.position,
+        table,
+        rows.sampling,
+        block_size=spec.block_size,
+        sampled=sampling.sampled,
+        filtered=sampling.filtered,
+        keep_q=sampling.rejection,
+    )
+
+
+def verify_step(
+    spec: Spec,
+    target: Decoder,
+    drafter: Drafter | None,
+    pools: Pools,
+    slots: Slots,
+    args: StepArgs,
+    proposal: Proposal | None,
+    temperatures: Float[Array, " g"] | None,
+    *,
+    sampling: Sampling,
+    verify_tokens: int,
+) -> tuple[Pools, Slots, Packet]:
+    """Verifies the windows of all rows and runs the prefill rows, in one forward; commits what was accepted.
+
+    `proposal` is None in a step that drafts nothing: every row then verifies its anchor alone.
+    `temperatures`: sequential temperature scaling (STS), one a position, or None.
+    """
+    rows = slots.take(args.slot)
+    active = rows.live & args.decode
+    count = args.slot.shape[0]
+    if proposal is None:
+        proposal = Proposal(tokens=jnp.zeros((count, 0), jnp.int32), confidence=jnp.zeros((count, 0)), log_q=None)
+    block_size = proposal.tokens.shape[1]
+    drafted = jnp.where(active & ~rows.fresh, block_size, 0)
+
+    if block_size:
+        conditional, survive = survival(proposal.confidence, temperatures)
+        window = allocate(
+            survive,
+            conditional,
+            budget=args.budget,
+            min_window=jnp.minimum(args.min_window, drafted),
+            max_window=jnp.minimum(args.max_window, drafted),
+            threshold=args.threshold,
+        )
+    else:
+        window = jnp.zeros(count, jnp.int32)
+    if spec.verify_mode == "static":
+        window = drafted
+    verified = drafted if spec.verify_mode == "cap-accept" else window
+
+    batch = pack(
+        jnp.concatenate([rows.anchor[:, None], proposal.tokens], axis=1),
+        rows.position,
+        verified,
+        active,
+        args.table,
+        args.prefill,
+        verify_tokens=verify_tokens,
+        page_size=spec.page_size,
+    )
+    logits, features, target_pool = forward(
+        target,
+        spec.target,
+        pools.target,
+        batch,
+        logit_rows=verify_tokens,
+        feature_layers=spec.feature_layers,
+    )
+    verdict = judge(
+        logits,
+        batch.index,
+        proposal.tokens,
+        proposal.log_q,
+        window,
+        verified,
+        drafted,
+        rows.sampling,
+        rows.position,
+        sampled=sampling.sampled,
+        filtered=sampling.filtered,
+        coupled=sampling.coupled,
+        rejection=sampling.rejection,
+    )
+    done = commit(
+        verdict.tokens,
+        verdict.count,
+        remaining=rows.remaining,
+        stop_ids=rows.stop_ids,
+        active=active,
+    )
+    draft_pool = pools.drafter
+    if drafter is not None:
+        assert spec.drafter is not None
+        assert features is not None
+        assert draft_pool is not None
+        draft_pool = inject(drafter, spec.drafter, draft_pool, features, batch)
+
+    last = jnp.take_along_axis(done.tokens, jnp.maximum(done.count - 1, 0)[:, None], axis=1)[:, 0]
+    slots = Slots(
+        anchor=slots.anchor.at[args.slot].set(jnp.where(done.count > 0, last, rows.anchor)),
+        position=slots.position.at[args.slot].add(done.count),
+        remaining=slots.remaining.at[args.slot].add(-done.count),
+        live=slots.live.at[args.slot].set(rows.live & ~done.finished),
+        fresh=slots.fresh.at[args.slot].set(rows.fresh & (done.count == 0)),
+        stop_ids=slots.stop_ids,
+        sampling=slots.sampling,
+    )
+    packet = Packet(
+        tokens=done.tokens,
+        count=done.count,
+        accepted=verdict.accepted,
+        block_accepted=verdict.block_accepted,
+        window=jnp.where(active, window, 0),
+        finished=done.finished,
+        confidence=proposal.confidence,
+    )
+    return Pools(target_pool, draft_pool), slots, packet
