@@ -1,0 +1,34 @@
+"""Where jspark keeps files between runs.
+
+Knows: the folder and how to make it. Does not know: what is kept there.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from jspark.errors import UserError
+
+
+def cache_dir() -> Path:
+    """$JSPARK_CACHE, else $XDG_CACHE_HOME/jspark, else ~/.cache/jspark; not created here."""
+    if own := os.environ.get("JSPARK_CACHE"):
+        return Path(own).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser() / "jspark"
+    try:
+        return Path.home() / ".cache" / "jspark"
+    except RuntimeError:
+        raise UserError("this user has no home folder for a cache; set JSPARK_CACHE to a folder") from None
+
+
+def make_folder(path: Path) -> Path:
+    """`path`, created where needed; UserError when it cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(
+            f"the cache folder {path} cannot be made ({e.strerror}); set JSPARK_CACHE to a writable folder"
+        ) from None
+    return path

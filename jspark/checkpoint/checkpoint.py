@@ -1,0 +1,196 @@
+"""Opening a checkpoint: what the user names → configuration, tensors, tokenizer.
+
+Knows: how to tell a folder, a GGUF file, a built-in name, a target and a drafter apart.
+Does not know: the formats themselves, devices, or which parameters a model has (callers pass them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from jspark.checkpoint import builtin, gguf_config, gguf_vocabulary, hf_config
+from jspark.checkpoint.drafters import drafter_config, find_dialect, looks_like_drafter, unknown_dialect
+from jspark.checkpoint.gguf_file import GGUFFile
+from jspark.checkpoint.safetensors_files import SafetensorsFolder, read_json
+from jspark.checkpoint.settings import Settings
+from jspark.checkpoint.source import (
+    DECODER_RULES,
+    TRANSPOSE,
+    Located,
+    Rule,
+    Shape,
+    TensorSource,
+    check,
+    locate,
+    stream,
+)
+from jspark.config import DecoderConfig, DrafterConfig
+from jspark.errors import UserError
+from jspark.tokenizer import Tokenizer, from_folder
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of one checkpoint under our parameter paths."""
+
+    source: TensorSource = field(repr=False)
+    found: Mapping[str, Located] = field(repr=False)
+    unknown: tuple[str, ...] = field(repr=False)
+    label: str
+
+    def parameters(self, expected: Mapping[str, Shape]) -> Iterator[tuple[str, np.ndarray]]:
+        """(path, array in our orientation) for every path of `expected`, in its order, one tensor at a time.
+
+        Names, shapes and types are checked from headers by this call, before anything is read: one UserError
+        lists all that is missing, mis-shaped or left over. Arrays have the file's own float type (float32 for
+        quantised tensors) and may be read-only views of the mapped file.
+        """
+        return stream(self.source, check(self.source, self.found, self.unknown, expected, self.label))
+
+
+def _tensors(source: TensorSource, rules: tuple[Rule, ...], label: str) -> Tensors:
+    found, unknown = locate(source, rules)
+    return Tensors(source, found, tuple(unknown), label)
+
+
+@dataclass(frozen=True)
+class TargetCheckpoint:
+    """A target model on disk. `format` is "safetensors" or "gguf"."""
+
+    config: DecoderConfig
+    name: str
+    path: Path
+    format: str
+    tensors: Tensors
+    load_tokenizer: Callable[[], Tokenizer | str] = field(repr=False)
+
+    def parameters(self, expected: Mapping[str, Shape]) -> Iterator[tuple[str, np.ndarray]]:
+        """See `Tensors.parameters`."""
+        return self.tensors.parameters(expected)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | str:
+        return self.load_tokenizer()
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, or None where the checkpoint has none to use (`tokenizer_problem` says why)."""
+        return self._tokenizer if isinstance(self._tokenizer, Tokenizer) else None
+
+    def tokenizer_problem(self) -> str | None:
+        """Why `tokenizer()` is None, as a sentence; None when there is one."""
+        return self._tokenizer if isinstance(self._tokenizer, str) else None
+
+
+@dataclass(frozen=True)
+class DrafterCheckpoint:
+    """A drafter on disk."""
+
+    config: DrafterConfig
+    name: str
+    path: Path
+    tensors: Tensors
+
+    def parameters(self, expected: Mapping[str, Shape]) -> Iterator[tuple[str, np.ndarray]]:
+        """See `Tensors.parameters`."""
+        return self.tensors.parameters(expected)
+
+
+def open_target(spec: str) -> TargetCheckpoint:
+    """The target that `spec` names: a Hugging Face folder, a .gguf file, a folder with one, a built-in.
+
+    Reads headers only; a built-in model is downloaded where the cache lacks it. Raises UserError.
+    """
+    if spec in builtin.BUILTIN:
+        return replace(_open_gguf(builtin.fetch(builtin.BUILTIN[spec])), name=spec)
+    path = _existing(spec)
+    if path.is_file():
+        return _open_gguf(path)
+    config_file = path / "config.json"
+    if not config_file.exists():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return _open_gguf(files[0])
+        if files:
+            raise UserError(f"{path} holds {len(files)} GGUF files; name the one to use")
+    config = _read_config(path)
+    if looks_like_drafter(config):
+        raise UserError(f"{path} is a drafter, not a target; pass it as the draft model instead")
+    model_type = hf_config.target_model_type(config)
+    generation_file = path / "generation_config.json"
+    generation = None
+    if generation_file.exists():
+        generation = Settings(read_json(generation_file), str(generation_file))
+    return TargetCheckpoint(
+        config=hf_config.decoder_config(config, model_type, generation),
+        name=path.resolve().name,
+        path=path,
+        format="safetensors",
+        tensors=_tensors(SafetensorsFolder(path), DECODER_RULES, str(path)),
+        load_tokenizer=lambda: from_folder(path),
+    )
+
+
+def open_drafter(spec: str) -> DrafterCheckpoint:
+    """The drafter in the folder `spec`. Reads headers only. Raises UserError."""
+    path = _existing(spec)
+    if path.is_file():
+        raise UserError(f"{path} is a file; a drafter is a folder with config.json and model.safetensors")
+    config = _read_config(path)
+    dialect = find_dialect(config)
+    if dialect is None:
+        if set(hf_config.architectures(config)) & set(hf_config.TARGETS) and not looks_like_drafter(config):
+            raise UserError(f"{path} is a target, not a drafter; pass it as the model instead")
+        raise unknown_dialect(config)
+    tensors = _tensors(SafetensorsFolder(path), dialect.rules, str(path))
+    drafter = drafter_config(config, dialect, tensors.found.keys())
+    if drafter.own_embedding and not drafter.own_head and drafter.backbone.tie_embeddings:
+        # A tied drafter with an embedding of its own has its head there too.
+        head = Located("head.kernel", tensors.found["embed.embedding"].name, TRANSPOSE)
+        tensors = replace(tensors, found={**tensors.found, head.path: head})
+        drafter = replace(drafter, own_head=True)
+    return DrafterCheckpoint(drafter, path.resolve().name, path, tensors)
+
+
+def is_drafter(spec: str) -> bool:
+    """Whether `spec` is a folder whose config.json is a drafter's; UserError when it cannot be read."""
+    if spec in builtin.BUILTIN:
+        return False
+    config_file = _existing(spec) / "config.json"
+    return config_file.is_file() and looks_like_drafter(Settings(read_json(config_file), str(config_file)))
+
+
+def _open_gguf(path: Path) -> TargetCheckpoint:
+    file = GGUFFile(path)
+    config = gguf_config.decoder_config(file)
+    return TargetCheckpoint(
+        config=config,
+        name=path.stem,
+        path=path,
+        format="gguf",
+        tensors=_tensors(file, gguf_config.rules(config), str(path)),
+        load_tokenizer=lambda: gguf_vocabulary.tokenizer(file.metadata, str(path)),
+    )
+
+
+def _existing(spec: str) -> Path:
+    path = Path(spec).expanduser()
+    try:
+        exists = path.exists()
+    except (OSError, ValueError):
+        exists = False
+    if not exists or not spec:
+        raise UserError(
+            f"there is no file or folder {spec!r}; pass a local checkpoint or the built-in "
+            f"{', '.join(builtin.BUILTIN)}"
+        )
+    return path
+
+
+def _read_config(folder: Path) -> Settings:
+    path = folder / "config.json"
+    return Settings(read_json(path), str(path))
