@@ -91,6 +91,12 @@ def test_flush_gives_unfinished_bytes_and_starts_afresh(smollm):
     assert "".join(map(stream.push, smollm.encode("ok"))) == "ok"
 
 
+def test_ids_beyond_the_vocabulary_are_left_out(smollm):
+    ids = [*smollm.encode("one"), 60_000, *smollm.encode(" two")]
+    stream = smollm.stream()
+    assert "".join(map(stream.push, ids)) + stream.flush() == smollm.decode(ids) == "one two"
+
+
 def metadata(**changes) -> dict:
     """A byte-level vocabulary: the 256 bytes, a few merges, an end token and a user-defined one."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
