@@ -297,7 +297,7 @@ def test_rows_of_a_mixed_batch_are_judged_as_alone(world, rng):
     kind, rows, rest = mixed(world, rng)
     together = verify(world[0], rows, *rest, sampled=True, filtered=True)
     for k in range(3):
-        index = jnp.asarray(np.flatnonzero(kind == k))
+        index = jnp.asarray(np.repeat(np.flatnonzero(kind == k), 3))
         part = verify(world[0], rows.take(index), *(x[index] for x in rest), sampled=True, filtered=True)
         for a, b in zip(together, part, strict=True):
             np.testing.assert_array_equal(a[index], b)
