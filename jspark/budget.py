@@ -98,7 +98,8 @@ class BatchState:
     rows: R, requests that decode in the step. block_size: γ. tiers: token tiers T that can run, in increasing
     order. survival, conditional: [rows, γ] of two steps ago; a row without such history is NaN and counts as
     certain to survive. cost: the engine's own table, None before it is measured. context_tokens: KV tokens
-    that the step reads.
+    that the step reads. requests, positions: who the rows are and where their anchors stood when the last
+    results came in, for policies that treat requests differently.
     """
 
     rows: int
@@ -108,6 +109,8 @@ class BatchState:
     conditional: np.ndarray
     cost: CostTable | None = None
     context_tokens: int = 0
+    requests: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

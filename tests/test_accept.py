@@ -8,15 +8,38 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jspark.accept import accept_probability, commit, judge, leading_accepts, residual
+from jspark import accept
+from jspark.accept import accept_probability, commit, leading_accepts, residual
 from jspark.allocate import allocate, survival
 from jspark.sampling import RowSampling, draft_token, log_probs
 
-judge = jax.jit(judge, static_argnames=("sampled", "filtered"))
+packed_judge = jax.jit(accept.judge, static_argnames=("sampled", "filtered", "coupled", "rejection"))
 log_probs = jax.jit(log_probs, static_argnames="filtered")
 
 V, GAMMA, BLOCKS = 6, 3, 3
 TRIALS = 30_000
+
+
+def judge(logits, drafts, log_q, window, drafted, rows, position, *, sampled, filtered):
+    """Judges logits [r, w, v], packed row after row: (tokens, count, accepted)."""
+    r, w, v = logits.shape
+    index = jnp.arange(r * w, dtype=jnp.int32).reshape(r, w)
+    verdict = packed_judge(
+        logits.reshape(r * w, v),
+        index,
+        drafts,
+        log_q,
+        window,
+        window,
+        drafted,
+        rows,
+        position,
+        sampled=sampled,
+        filtered=filtered,
+        coupled=sampled,
+        rejection=sampled,
+    )
+    return verdict.tokens, verdict.count, verdict.accepted
 
 
 def rows_of(n, *, seed=0, **fields) -> RowSampling:
@@ -252,7 +275,6 @@ def test_coupled_and_greedy_rows_equal_plain_decoding(world, drafting, rng):
         verdict = commit(
             tokens,
             count,
-            position,
             remaining=length - position,
             stop_ids=jnp.full((n, 1), -1, jnp.int32),
             active=position < length,
@@ -262,7 +284,7 @@ def test_coupled_and_greedy_rows_equal_plain_decoding(world, drafting, rng):
             got[on, np.asarray(position)[on] + j] = np.asarray(verdict.tokens)[on, j]
         lengths.append(np.asarray(accepted))
         anchor = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
-        position = verdict.anchor_position
+        position = position + verdict.count
     np.testing.assert_array_equal(got[:, :length], want)
     assert np.mean(lengths) > (0.5 if drafting == "drafter" else 0.1), "drafts were accepted at all"
 
@@ -400,13 +422,10 @@ def committed(tokens, count, *, remaining=100, stop_ids=(-1, -1), active=True):
     verdict = commit(
         jnp.asarray([tokens], jnp.int32),
         jnp.asarray([count], jnp.int32),
-        jnp.asarray([40], jnp.int32),
         remaining=jnp.asarray([remaining], jnp.int32),
         stop_ids=jnp.asarray([stop_ids], jnp.int32).reshape(1, -1),
         active=jnp.asarray([active]),
     )
-    assert int(verdict.anchor_position[0]) == 40 + int(verdict.count[0])
-    assert int(verdict.accepted[0]) == (count - 1 if active else 0)
     return np.asarray(verdict.tokens)[0].tolist(), int(verdict.count[0]), bool(verdict.finished[0])
 
 
