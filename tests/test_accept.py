@@ -399,7 +399,7 @@ def test_reference_cases(acceptance, case):
     anchor = jnp.zeros(1, jnp.int32)
     kept = jnp.where(jnp.arange(size + 1) < accepted[0], jnp.pad(drafts, (0, 1)), -1)[None]
     verdict = commit(
-        kept, accepted, anchor, remaining=window + 1, stop_ids=stop.reshape(1, 1), active=jnp.ones(1, bool)
+        kept, accepted, remaining=window + 1, stop_ids=stop.reshape(1, 1), active=jnp.ones(1, bool)
     )
     assert int(verdict.count[0]) == want["accepted"]
     assert bool(verdict.finished[0]) == want["stopped"]
