@@ -193,9 +193,7 @@ class GlobalArgmax:
         most = state.rows * state.block_size
         survival = np.where(np.isnan(state.survival), 1.0, state.survival).astype(np.float64)
         gain = np.concatenate([[0.0], np.cumsum(np.sort(survival, axis=None)[::-1])])
-        budgets = sorted(
-            {min(tier - state.rows, most) for tier in state.tiers if tier >= state.rows} | {most}
-        )
+        budgets = sorted({min(tier - state.rows, most) for tier in state.tiers if tier >= state.rows} | {most})
 
         def tokens_per_second(budget: int) -> float:
             tokens = state.rows + budget
@@ -229,9 +227,7 @@ def parse_policy(text: str) -> Policy:
         try:
             table = Path(value).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"the cost table {value} cannot be read ({error}); pass a file that exists"
-            ) from None
+            raise UserError(f"the cost table {value} cannot be read ({error}); pass a file that exists") from None
         return GlobalArgmax(CostTable.from_json(table))
     raise UserError(
         f"unknown budget policy {text!r}; write full, fixed:N, threshold:P, argmax or argmax:table.json"

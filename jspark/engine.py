@@ -293,7 +293,8 @@ class Engine:
         total = at_least(self._chunk_steps, sum(c.stop - c.start for c in chunks))
         tile = min(TILE, total)
         tiles = 2 * -(-total // tile)
-        if len(chunks) == 1:
+        if len(chunks) == 1 and total > tile:
+            # One prompt: its pages are gathered once, not once a tile.
             tiles, tile = 1, total
         elif sum(-(-(c.stop - c.start) // tile) for c in chunks) > tiles:
             total = self._chunk_steps[-1]

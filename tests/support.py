@@ -79,7 +79,8 @@ def run(engine: Engine, requests: list[Request]) -> list[Result]:
 @cache
 def plain_engine(name: str = "qwen3_tiny") -> Engine:
     """Plain decoding, one request at a time: what everything else must equal."""
-    return Engine(EngineConfig(max_running_requests=1, context_length=256), target(name), mesh=mesh())
+    config = EngineConfig(max_running_requests=1, context_length=256, chunked_prefill_size=64)
+    return Engine(config, target(name), mesh=mesh())
 
 
 def plain(request: Request, name: str = "qwen3_tiny") -> list[int]:

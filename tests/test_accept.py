@@ -376,9 +376,7 @@ def test_reference_rows(acceptance):
 @pytest.mark.parametrize("case", range(9))
 def test_reference_cases(acceptance, case):
     names = ("target_logits", "draft_probs", "draft_tokens", "uniforms", "temperature", "stop_token")
-    logits, q, drafts, uniforms, temperature, stop = (
-        jnp.asarray(acceptance[f"case{case}_{n}"]) for n in names
-    )
+    logits, q, drafts, uniforms, temperature, stop = (jnp.asarray(acceptance[f"case{case}_{n}"]) for n in names)
     want = {k.removeprefix(f"case{case}_"): v for k, v in acceptance.items() if k.startswith(f"case{case}_")}
     size = drafts.shape[0]
     greedy = float(temperature) == 0
@@ -398,9 +396,7 @@ def test_reference_cases(acceptance, case):
     # The reference stops counting at a stop token; here that is `commit`'s part, from the whole block.
     anchor = jnp.zeros(1, jnp.int32)
     kept = jnp.where(jnp.arange(size + 1) < accepted[0], jnp.pad(drafts, (0, 1)), -1)[None]
-    verdict = commit(
-        kept, accepted, remaining=window + 1, stop_ids=stop.reshape(1, 1), active=jnp.ones(1, bool)
-    )
+    verdict = commit(kept, accepted, remaining=window + 1, stop_ids=stop.reshape(1, 1), active=jnp.ones(1, bool))
     assert int(verdict.count[0]) == want["accepted"]
     assert bool(verdict.finished[0]) == want["stopped"]
     if not want["stopped"]:

@@ -54,9 +54,7 @@ def test_equals_the_oracle(kind, rng):
         maximum = rng.integers(0, size + 1, rows)
         minimum = rng.integers(0, size + 1, rows) * (rng.uniform(size=rows) < 0.3)
         threshold = float(rng.choice([0.0, 0.3, 0.5]))
-        got = windows(
-            alive, conditional, budget=budget, minimum=minimum, maximum=maximum, threshold=threshold
-        )
+        got = windows(alive, conditional, budget=budget, minimum=minimum, maximum=maximum, threshold=threshold)
         want = oracle(alive, conditional, budget, minimum, maximum, threshold)
         np.testing.assert_array_equal(got, want)
         assert got.sum() <= max(budget, np.minimum(minimum, maximum).sum())

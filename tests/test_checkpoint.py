@@ -137,9 +137,7 @@ def test_the_model_prefix_does_not_matter(goldens, copy, name):
     opening = open_target if name == "qwen3_tiny" else open_drafter
     folder = copy(name)
     tensors = load_file(folder / "model.safetensors")
-    moved = {
-        (k.removeprefix("model.") if k.startswith("model.") else "model." + k): v for k, v in tensors.items()
-    }
+    moved = {(k.removeprefix("model.") if k.startswith("model.") else "model." + k): v for k, v in tensors.items()}
     save_file(moved, folder / "model.safetensors")
     plain, other = opening(str(goldens / name)), opening(str(folder))
     want = load(plain, parameter_shapes.of(plain.config))
@@ -232,9 +230,7 @@ def test_old_and_new_rope_spellings_agree(copy, fields, want):
     old = dict(fields)
     kind = old.pop("rope_type")
     for spelling in ("type", "rope_type"):
-        folder = copy(
-            "llama_tiny", rope_parameters=None, rope_theta=5e5, rope_scaling={spelling: kind, **old}
-        )
+        folder = copy("llama_tiny", rope_parameters=None, rope_theta=5e5, rope_scaling={spelling: kind, **old})
         assert rope_of(folder) == want
 
 

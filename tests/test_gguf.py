@@ -187,9 +187,7 @@ def test_every_type_is_either_dequantised_or_refused_before_reading(goldens, tmp
 
 
 def test_metadata_agrees_with_the_gguf_package(made):
-    path = made(
-        "qwen3", general__tags=["a", "é"], tokenizer__ggml__token_type=[3, 1, 4], general__alignment=64
-    )
+    path = made("qwen3", general__tags=["a", "é"], tokenizer__ggml__token_type=[3, 1, 4], general__alignment=64)
     ours, theirs = GGUFFile(path), gguf.GGUFReader(path)
     fields = {k: f.contents() for k, f in theirs.fields.items() if not k.startswith("GGUF.")}
     assert ours.metadata == fields

@@ -93,9 +93,7 @@ def test_filters_equal_sorting(kind, rng):
 
 def test_filters_of_a_row_hold_at_every_offset_and_off_means_plain(rng):
     logits = rng.normal(size=(4, 3, 50)).astype(np.float32)
-    rows = rows_of(
-        4, temperature=[0.5, 1, 1, 2], top_k=[3, 0, 0, 0], top_p=[1, 0.6, 1, 1], min_p=[0, 0, 0.2, 0]
-    )
+    rows = rows_of(4, temperature=[0.5, 1, 1, 2], top_k=[3, 0, 0, 0], top_p=[1, 0.6, 1, 1], min_p=[0, 0, 0.2, 0])
     whole = log_probs(jnp.asarray(logits), rows, filtered=True)
     for k in range(3):
         np.testing.assert_array_equal(whole[:, k], log_probs(jnp.asarray(logits[:, k]), rows, filtered=True))

@@ -226,9 +226,7 @@ def folder(tmp_path):
     backend.enable_truncation(4)
     backend.save(str(tmp_path / "tokenizer.json"))
     settings = {"bos_token": {"content": "<bos>", "lstrip": False}, "eos_token": "<eos>", "pad_token": None}
-    settings["chat_template"] = (
-        "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}"
-    )
+    settings["chat_template"] = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     return tmp_path
 
@@ -282,9 +280,7 @@ def render(template: str, messages=CHAT, **variables) -> str:
 
 
 def test_template_features():
-    block = (
-        "{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n"
-    )
+    block = "{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n"
     assert render(block) == "hi\n"
     assert render("{% generation %}{{ messages[0].content }}{% endgeneration %}.") == "hi."
     assert render("{{ strftime_now('%Y') }}") == str(datetime.date.today().year)

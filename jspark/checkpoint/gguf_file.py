@@ -69,9 +69,7 @@ class GGUFFile:
         except ValueError:  # numpy's word for a file of no bytes
             raise UserError(f"{path} is empty; fetch it again") from None
         except OSError as e:
-            raise UserError(
-                f"{path} cannot be read ({e.strerror}); check the path and its permissions"
-            ) from None
+            raise UserError(f"{path} cannot be read ({e.strerror}); check the path and its permissions") from None
         self.metadata: dict[str, Any] = {}
         self._entries: dict[str, _Entry] = {}
         try:
