@@ -116,8 +116,8 @@ class Engine:
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def add(self, request: Request) -> None:
-        """Queues a request.
+    def check(self, request: Request) -> None:
+        """Whether `request` could be queued.
 
         Raises:
             UserError: it can never run: prompt empty or too long, ids out of range, too many stop ids.
@@ -132,6 +132,10 @@ class Engine:
             raise UserError(
                 f"{len(request.stop_ids)} stop token ids were given; at most {MAX_STOP_IDS} are supported"
             )
+
+    def add(self, request: Request) -> None:
+        """Queues a request; raises UserError as `check` does."""
+        self.check(request)
         self.scheduler.waiting.append(request)
 
     def abort(self, request_id: int) -> None:
