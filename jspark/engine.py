@@ -195,7 +195,7 @@ class Engine:
             values.stop_ids[i, : len(request.stop_ids)] = request.stop_ids
             s = values.sampling
             s.temperature[i], s.top_p[i], s.min_p[i] = params.temperature, params.top_p, params.min_p
-            s.top_k[i] = max(params.top_k, 0)
+            s.top_k[i] = min(max(params.top_k, 0), self._vocab_size)
             s.seed[i], s.coupled[i] = _seed(params.seed), _coupled(running)
             self._confidence[running.slot] = np.nan
         index, values = self.programs.place((index, values))
