@@ -98,8 +98,9 @@ def read_prompts(path: Path) -> list[Prompt]:
     try:
         # Not splitlines(): a line of JSON may hold other separators inside its strings.
         lines = [line.rstrip("\r") for line in path.read_text(encoding="utf-8-sig").split("\n")]
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"the prompt file {path} cannot be read ({e}); pass a text file in UTF-8") from None
+    except (OSError, ValueError) as e:  # ValueError: no UTF-8, or a path with a zero byte
+        why = e.strerror if isinstance(e, OSError) else e
+        raise UserError(f"the prompt file {path} cannot be read ({why}); pass a text file in UTF-8") from None
     numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise UserError(f"the prompt file {path} holds no prompt; write one a line")
@@ -182,5 +183,5 @@ def _print_figures(llm: LLM, outputs: Sequence[Output], seconds: float) -> None:
     parts = [f"{tokens} tokens", f"{tokens / max(seconds - report.seconds, 1e-9):.1f} tokens/s"]
     if steps and llm.algorithm != "NONE":
         parts.append(f"accept length τ {(tokens - len(outputs)) / steps:.2f}")
-    parts.append(f"{report.programs} programs compiled in {report.seconds:.1f} s (not in the rate)")
+    parts.append(f"{report.programs} programs made ready in {report.seconds:.1f} s (not in the rate)")
     Console(stderr=True, highlight=False).print(" · ".join(parts), style="dim", soft_wrap=True)

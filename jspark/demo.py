@@ -72,8 +72,8 @@ class Demo:
                 _warm_up(llm, chats, params)
         reports = [llm.engine.programs.report for llm in arms.values()]
         console.print(
-            f"{sum(r.programs for r in reports)} programs compiled in {sum(r.seconds for r in reports):.1f} s, "
-            f"{len(hits)} taken from the cache",
+            f"{sum(r.programs for r in reports)} programs ready in {sum(r.seconds for r in reports):.1f} s: "
+            f"{len(hits)} found in the cache, the rest compiled",
             style="dim",
         )
         outputs = {name: [] for name in arms}
@@ -98,12 +98,14 @@ class Demo:
 
         target = load_target(self.model_path, self.dtype)
         chats = [target.chat_ids([{"role": "user", "content": q}]) for q in QUESTIONS]
-        context = max(map(len, chats)) + self.max_new_tokens
-        if context > target.config.max_position:
+        needed = max(map(len, chats)) + self.max_new_tokens
+        if needed > target.config.max_position:
             raise UserError(
                 f"{self.max_new_tokens} new tokens do not fit in a context of {target.config.max_position}; "
                 "ask for fewer"
             )
+        # Rounded up, so that a few tokens more or less find the same programs in the cache.
+        context = min(-(-needed // 128) * 128, target.config.max_position)
         sizes: dict[str, Any] = {"max_running_requests": 1, "context_length": context}
         speculative = LLM(target, self.speculative_draft_model_path, **sizes)
         return {speculative.algorithm: speculative, "plain": LLM(target, **sizes)}, chats
@@ -239,4 +241,4 @@ def _save_svg(console: Console, path: Path) -> None:
         path.write_text(console.export_svg(title="jspark demo"), encoding="utf-8")
     except OSError as e:
         raise UserError(f"{path} cannot be written ({e.strerror}); choose another place for the picture") from None
-    Console(stderr=True).print(f"picture written to {path}", style="dim")
+    Console(stderr=True, highlight=False).print(f"picture written to {path}", style="dim", soft_wrap=True)

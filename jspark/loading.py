@@ -166,6 +166,6 @@ def _unicode(text: str) -> str:
 def _default_mesh() -> Mesh:
     try:
         device = jax.devices()[0]
-    except RuntimeError as e:
-        raise UserError(f"JAX finds no device to run on ({e}); check JAX_PLATFORMS and the driver") from None
+    except (RuntimeError, AssertionError):  # the latter where JAX_PLATFORMS names a platform without a plugin
+        raise UserError("JAX finds no device to run on; check JAX_PLATFORMS, the driver and the JAX build") from None
     return axes.single_device_mesh(device)
