@@ -118,13 +118,13 @@ class Demo:
             same = "The answers differ, which float32 must not; please report this."
         else:
             same = f"Rounding in {dtype} decided a close call; with --dtype float32 the answers are equal."
-        pace = f"Here it is {speculative / plain:.2f} times as fast as plain decoding."
+        pace = f" Here it is {speculative / plain:.2f} times as fast as plain decoding." if plain else ""
         if self.speculative_draft_model_path == "untrained":
             pace += (
                 " This drafter is untrained: its guesses are nearly all wrong and only cost time. Until a trained "
                 "one is used, losslessness is all there is to see."
             )
-        return Text(f"{same} {pace}")
+        return Text(same + pace)
 
 
 @contextlib.contextmanager
@@ -227,7 +227,7 @@ def _table(outputs: dict[str, list[Output]]) -> Table:
         counts = [sum(column) for column in zip(*(o.window_histogram for o in own), strict=True)]
         table.add_row(
             Text(name, "bold"),
-            f"{sum(o.completion_tokens - 1 for o in own) / max(steps, 1):.2f}",
+            f"{sum(o.completion_tokens - 1 for o in own) / steps:.2f}" if steps else "–",
             f"{_rate(own):.1f}",
             str(steps),
             ", ".join(f"{length}: {n}" for length, n in enumerate(counts) if n),

@@ -167,5 +167,5 @@ def _default_mesh() -> Mesh:
     try:
         device = jax.devices()[0]
     except (RuntimeError, AssertionError):  # the latter where JAX_PLATFORMS names a platform without a plugin
-        raise UserError("JAX finds no device to run on; check JAX_PLATFORMS, the driver and the JAX build") from None
+        raise UserError("JAX finds no device to run on; check JAX_PLATFORMS, the driver and JAX itself") from None
     return axes.single_device_mesh(device)

@@ -1,4 +1,4 @@
-"""A tokenizer for the tiny target, whose own folder has none: 320 tokens with letters, words and split characters."""
+"""A tokenizer for the tiny target, whose own folder has none: letters, words and split characters."""
 
 import json
 import shutil
