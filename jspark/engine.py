@@ -122,8 +122,8 @@ class Engine:
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def add(self, request: Request) -> None:
-        """Queues a request.
+    def check(self, request: Request) -> None:
+        """Whether `request` could be queued.
 
         Raises:
             UserError: it can never run: prompt empty or too long, ids out of range, too many stop ids.
@@ -138,6 +138,10 @@ class Engine:
             raise UserError(
                 f"{len(request.stop_ids)} stop token ids were given; at most {MAX_STOP_IDS} are supported"
             )
+
+    def add(self, request: Request) -> None:
+        """Queues a request; raises UserError as `check` does."""
+        self.check(request)
         self.scheduler.waiting.append(request)
 
     def abort(self, request_id: int) -> None:
@@ -197,7 +201,7 @@ class Engine:
             values.stop_ids[i, : len(request.stop_ids)] = request.stop_ids
             s = values.sampling
             s.temperature[i], s.top_p[i], s.min_p[i] = params.temperature, params.top_p, params.min_p
-            s.top_k[i] = max(params.top_k, 0)
+            s.top_k[i] = min(max(params.top_k, 0), self._vocab_size)
             s.seed[i], s.coupled[i] = _seed(params.seed), _coupled(running)
             self._confidence[running.slot] = np.nan
         index, values = self.programs.place((index, values))

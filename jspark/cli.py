@@ -1,0 +1,51 @@
+"""The command `jspark`: its subcommands, and how every run ends.
+
+Knows: exit codes, and that bad input is one line on stderr. Does not know: what the commands do; each is a frozen
+dataclass whose fields are its flags, in a module of its own, with `run()` returning the exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+from tyro.conf import subcommand
+
+import jspark
+from jspark.cli_generate import Generate
+from jspark.cli_info import Info
+from jspark.demo import Demo
+from jspark.errors import UserError
+
+Command = (
+    Annotated[Generate, subcommand("generate")]
+    | Annotated[Info, subcommand("info")]
+    | Annotated[Demo, subcommand("demo")]
+)
+#: Flags without the names of their groups, lists by repetition, no --no-… twins.
+_STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.UseAppendAction, tyro.conf.FlagCreatePairsOff)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 2 for bad input, 130 after Ctrl-C, 141 when nobody reads."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args == ["--version"]:
+        print(f"jspark {jspark.__version__}")
+        return 0
+    try:
+        command = tyro.cli(Command, args=args, prog="jspark", description=jspark.__doc__, config=_STYLE)
+        code = command.run()
+        sys.stdout.flush()
+    except UserError as e:
+        print("jspark: error:", " ".join(str(e).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # What is still buffered would be written at exit, to the same closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return code

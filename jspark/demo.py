@@ -1,0 +1,244 @@
+"""`jspark demo`: one model answers a few questions with and without speculation, side by side.
+
+Knows: what is shown, and how the two arms are timed fairly. Does not know: how tokens come about (llm.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from tyro.conf import arg
+
+import jspark
+from jspark.config import DType
+from jspark.errors import UserError
+from jspark.request import SamplingParams
+
+if TYPE_CHECKING:
+    from jspark.llm import LLM, Output
+
+QUESTIONS = (
+    "In two sentences: why is the sky blue?",
+    "Write four lines about a fox who crosses a frozen river.",
+    "How do I make a good cup of tea?",
+)
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Answer three questions with speculative decoding and again without, and compare."""
+
+    max_new_tokens: int = 48
+    """Tokens an answer has at most."""
+    dtype: Annotated[
+        DType | None,
+        arg(metavar="{float32,bfloat16}", help_behavior_hint="(default: float32 on the CPU, bfloat16 elsewhere)"),
+    ] = None
+    """Of weights and KV cache."""
+    model_path: str = "smollm2-135m"
+    """The target; it needs a chat template."""
+    speculative_draft_model_path: Annotated[str, arg(metavar="PATH")] = "untrained"
+    """The drafter's folder, or `untrained` for one of random weights."""
+    svg: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
+    """Also writes what was shown as a picture."""
+
+    def run(self) -> int:
+        """Shows the demo; 1 when float32 answers differ."""
+        console = Console(record=self.svg is not None, highlight=False)
+        console.width = min(console.width, 100)
+        # On a console of its own: a picture of the session would keep every frame of it.
+        waiting = Console(stderr=True)
+        started = time.perf_counter()
+        with waiting.status("loading"):
+            arms, chats = self._load()
+            loading = time.perf_counter() - started
+        target = next(iter(arms.values())).target
+        device = target.mesh.devices.flat[0]
+        where = f"{os.cpu_count()} CPU cores" if device.platform == "cpu" else device.device_kind
+        console.print(f"[bold]jspark {jspark.__version__}[/] · {target.name} in {target.dtype} on {where}")
+        console.print(f"weights of target and drafter ready in {loading:.1f} s", style="dim")
+        params = SamplingParams(temperature=0.0, max_tokens=self.max_new_tokens)
+        with waiting.status("compiling"), cache_hits() as hits:
+            for llm in arms.values():
+                _warm_up(llm, chats, params)
+        reports = [llm.engine.programs.report for llm in arms.values()]
+        console.print(
+            f"{sum(r.programs for r in reports)} programs ready in {sum(r.seconds for r in reports):.1f} s: "
+            f"{len(hits)} found in the cache, the rest compiled",
+            style="dim",
+        )
+        outputs = {name: [] for name in arms}
+        equal = True
+        for question, chat in zip(QUESTIONS, chats, strict=True):
+            console.print()
+            console.print(Text.assemble(("you ▸ ", "bold cyan"), (question, "bold")))
+            for name, llm in arms.items():
+                outputs[name].append(_answer(console, name, llm, chat, params))
+            equal &= _compare(console, *(o[-1].output_ids for o in outputs.values()))
+        console.print()
+        console.print(_table(outputs))
+        console.print(self._verdict(outputs, equal, target.dtype))
+        if self.svg is not None:
+            _save_svg(console, Path(self.svg))
+        return 0 if equal or target.dtype != "float32" else 1
+
+    def _load(self) -> tuple[dict[str, LLM], list[list[int]]]:
+        """The arms by name, on the same weights, and the questions as token ids."""
+        from jspark.llm import LLM
+        from jspark.loading import load_target
+
+        target = load_target(self.model_path, self.dtype)
+        chats = [target.chat_ids([{"role": "user", "content": q}]) for q in QUESTIONS]
+        needed = max(map(len, chats)) + self.max_new_tokens
+        if needed > target.config.max_position:
+            raise UserError(
+                f"{self.max_new_tokens} new tokens do not fit in a context of {target.config.max_position}; "
+                "ask for fewer"
+            )
+        # Rounded up, so that a few tokens more or less find the same programs in the cache.
+        context = min(-(-needed // 128) * 128, target.config.max_position)
+        sizes: dict[str, Any] = {"max_running_requests": 1, "context_length": context}
+        speculative = LLM(target, self.speculative_draft_model_path, **sizes)
+        return {speculative.algorithm: speculative, "plain": LLM(target, **sizes)}, chats
+
+    def _verdict(self, outputs: dict[str, list[Output]], equal: bool, dtype: str) -> Text:
+        speculative, plain = (_rate(o) for o in outputs.values())
+        if equal:
+            same = "Same tokens in every answer: speculation changes the speed only."
+        elif dtype == "float32":
+            same = "The answers differ, which float32 must not; please report this."
+        else:
+            same = f"Rounding in {dtype} decided a close call; with --dtype float32 the answers are equal."
+        pace = f" Here it is {speculative / plain:.2f} times as fast as plain decoding." if plain else ""
+        if self.speculative_draft_model_path == "untrained":
+            pace += (
+                " This drafter is untrained: its guesses are nearly all wrong and only cost time. Until a trained "
+                "one is used, losslessness is all there is to see."
+            )
+        return Text(same + pace)
+
+
+@contextlib.contextmanager
+def cache_hits() -> Iterator[list[str]]:
+    """A list that grows by one entry for each program found in the persistent compilation cache."""
+    import jax
+
+    hits: list[str] = []
+    active = True
+
+    def listen(event: str, **_: object) -> None:
+        if active and event == "/jax/compilation_cache/cache_hits":
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield hits
+    finally:
+        active = False
+
+
+def _warm_up(llm: LLM, chats: list[list[int]], params: SamplingParams) -> None:
+    """Compiles all that the answers need: every prompt's prefill, and the longest context."""
+    short = replace(params, max_tokens=min(3, params.max_tokens or 3))
+    full = replace(params, ignore_eos=True)
+    longest = max(chats, key=len)
+    llm.generate(chats, [full if chat is longest else short for chat in chats])
+
+
+def _answer(console: Console, name: str, llm: LLM, chat: list[int], params: SamplingParams) -> Output:
+    """Streams one answer to the screen."""
+    main = name != "plain"
+    console.print(Text(f"{name} ▸ ", "bold green" if main else "bold dim"), end="")
+    printer = WrappedPrinter(console, indent=len(name) + 3, style="" if main else "dim")
+    for delta in llm.stream(chat, params):
+        printer.write(delta.text)
+        if delta.output:
+            printer.close()
+            return delta.output
+    raise AssertionError("a stream ends with an output")
+
+
+class WrappedPrinter:
+    """Prints a growing text, broken between words; a word is printed when the next one begins."""
+
+    def __init__(self, console: Console, indent: int, style: str):
+        self._console, self._style = console, style
+        self._column = self._indent = indent
+        self._word = ""
+
+    def write(self, text: str) -> None:
+        """Prints all complete words."""
+        for character in text:
+            if character.isspace():
+                self._flush()
+            if character == "\n":
+                self._break()
+            else:
+                self._word += character
+
+    def close(self) -> None:
+        """Prints the last word and ends the line."""
+        self._flush()
+        self._console.print()
+
+    def _flush(self) -> None:
+        word = Text(self._word, self._style)
+        if self._column + word.cell_len > self._console.width:
+            self._break()
+            word = Text(self._word.lstrip(), self._style)
+        self._console.print(word, end="", soft_wrap=True)
+        self._column += word.cell_len
+        self._word = ""
+
+    def _break(self) -> None:
+        self._console.print("\n" + " " * self._indent, end="", soft_wrap=True)
+        self._column = self._indent
+
+
+def _compare(console: Console, ours: list[int], theirs: list[int]) -> bool:
+    if ours == theirs:
+        console.print(f"✓ the same {len(ours)} tokens", style="green")
+        return True
+    at = next(
+        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+    )
+    console.print(f"✗ token {at + 1} differs", style="red")
+    return False
+
+
+def _rate(outputs: list[Output]) -> float:
+    """Tokens a second after the first token of each answer."""
+    return sum(o.completion_tokens - 1 for o in outputs) / max(sum(o.decode_seconds for o in outputs), 1e-9)
+
+
+def _table(outputs: dict[str, list[Output]]) -> Table:
+    table = Table("", "accept length τ", "tokens/s", "steps", "steps by window length", "prefill", box=None)
+    for name, own in outputs.items():
+        steps = sum(o.steps for o in own)
+        counts = [sum(column) for column in zip(*(o.window_histogram for o in own), strict=True)]
+        table.add_row(
+            Text(name, "bold"),
+            f"{sum(o.completion_tokens - 1 for o in own) / steps:.2f}" if steps else "–",
+            f"{_rate(own):.1f}",
+            str(steps),
+            ", ".join(f"{length}: {n}" for length, n in enumerate(counts) if n),
+            f"{sum(o.prefill_seconds for o in own) / len(own) * 1e3:.0f} ms",
+        )
+    return table
+
+
+def _save_svg(console: Console, path: Path) -> None:
+    try:
+        path.write_text(console.export_svg(title="jspark demo"), encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"{path} cannot be written ({e.strerror}); choose another place for the picture") from None
+    Console(stderr=True, highlight=False).print(f"picture written to {path}", style="dim", soft_wrap=True)

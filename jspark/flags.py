@@ -1,0 +1,128 @@
+"""Groups of command line flags that several commands share, and the objects made of them.
+
+Knows: flags, their defaults and help. Does not know: commands. JAX is imported only when something is loaded, so
+that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import arg
+
+from jspark.config import Algorithm, DType, EngineConfig, VerifyMode
+from jspark.errors import UserError
+from jspark.request import Sampler, SamplingParams
+
+if TYPE_CHECKING:
+    from jspark.llm import LLM
+
+#: Left to the engine.
+Chosen = Annotated[int, arg(help_behavior_hint="(default: chosen for the device)")]
+
+
+@dataclass(frozen=True)
+class SpeculationFlags:
+    """What drafts, and how its drafts are verified."""
+
+    speculative_algorithm: Annotated[
+        Algorithm | None,
+        arg(metavar="{NONE,DFLASH,DSPARK}", help_behavior_hint="(default: the drafter's, or NONE)"),
+    ] = None
+    """How to draft."""
+    speculative_draft_model_path: Annotated[
+        str | None, arg(metavar="PATH", help_behavior_hint="(default: none)")
+    ] = None
+    """The drafter's folder, or `untrained` for one of random weights, which shows only what drafting costs."""
+    speculative_dspark_block_size: Annotated[int, arg(help_behavior_hint="(default: the drafter's)")] = 0
+    """Drafted tokens a step, γ."""
+    verify_mode: VerifyMode = "compact"
+    """compact verifies the chosen windows, static every draft; cap-accept pays for static, commits compact's."""
+    verify_policy: Annotated[str, arg(metavar="full|fixed:K|threshold:X|argmax:FILE")] = "full"
+    """How much of each block is verified; FILE is a cost table."""
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """Number format and sizes."""
+
+    dtype: Annotated[
+        DType | None,
+        arg(metavar="{float32,bfloat16}", help_behavior_hint="(default: float32 on the CPU, bfloat16 elsewhere)"),
+    ] = None
+    """Of weights and KV cache."""
+    max_running_requests: Chosen = 0
+    """Prompts that are answered at the same time."""
+    page_size: int = EngineConfig.page_size
+    """Tokens a page of the KV cache."""
+    max_total_tokens: Chosen = 0
+    """Tokens that the KV cache holds, of all prompts together."""
+    context_length: Annotated[int, arg(help_behavior_hint="(default: the model's)")] = 0
+    """Longest prompt and answer together, in tokens."""
+    chunked_prefill_size: int = EngineConfig.chunked_prefill_size
+    """Prompt tokens that a step takes in beside the answers in progress."""
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """How tokens are chosen, and when an answer ends."""
+
+    max_new_tokens: int = 128
+    """Tokens an answer has at most."""
+    temperature: float = 0.0
+    """0 takes the likeliest token every time (greedy)."""
+    top_k: int = 0
+    """Only the k likeliest tokens; 0 is off."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together reach this probability; 1 is off."""
+    min_p: float = 0.0
+    """Only tokens with at least this share of the likeliest one's probability; 0 is off."""
+    seed: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: none)")] = None
+    """Makes sampled tokens repeatable."""
+    speculative_sampling: Sampler = "auto"
+    """coupled keeps plain decoding's tokens, rejection its distribution; auto is coupled where there is a seed."""
+    stop: Annotated[tuple[str, ...], arg(metavar="TEXT")] = ()
+    """Ends the answer before this text."""
+    stop_token_ids: Annotated[tuple[str, ...], arg(metavar="ID,ID,…")] = ()
+    """Token ids that end the answer, beside the model's own."""
+    ignore_eos: bool = False
+    """Goes on after the model's own end of text."""
+
+    def params(self) -> SamplingParams:
+        """The parameters; UserError for what is out of range."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            max_tokens=self.max_new_tokens,
+            stop=self.stop,
+            stop_token_ids=[i for text in self.stop_token_ids for i in token_ids(text, "--stop-token-ids")],
+            ignore_eos=self.ignore_eos,
+            speculative_sampling=self.speculative_sampling,
+        )
+
+
+def open_llm(model_path: str, speculation: SpeculationFlags, engine: EngineFlags) -> LLM:
+    """The model that the flags describe, loaded; UserError for what cannot be."""
+    from jspark.llm import LLM
+
+    return LLM(
+        model_path,
+        speculation.speculative_draft_model_path,
+        speculation.speculative_algorithm,
+        policy=speculation.verify_policy,
+        verify_mode=speculation.verify_mode,
+        block_size=speculation.speculative_dspark_block_size,
+        **asdict(engine),
+    )
+
+
+def token_ids(text: str, flag: str) -> list[int]:
+    """The ids in `1,2,3`; UserError for anything else."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"{flag} {text!r} is no list of token ids; write 1,2,3") from None

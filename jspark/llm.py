@@ -1,0 +1,384 @@
+"""The Python interface: prompts in, text out.
+
+Knows: text and token ids, stop strings, chat templates; how many iterators share one engine.
+Does not know: batching and steps (engine.py), how models are found and loaded (loading.py), HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+import signal
+import threading
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from numbers import Integral
+from typing import Any, get_args
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jspark import programs
+from jspark.budget import Policy, parse_policy
+from jspark.config import Algorithm, DType, EngineConfig, VerifyMode
+from jspark.engine import Engine
+from jspark.errors import UserError
+from jspark.loading import Target, find_drafter, load_drafter, load_target
+from jspark.request import FinishReason, Request, SamplingParams, Stats, Update
+from jspark.text import TextStream
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+_ENGINE_FIELDS = {f.name for f in fields(EngineConfig)} - {"dtype"}
+
+
+@dataclass(frozen=True)
+class Output:
+    """The answer to one prompt.
+
+    text: None without a tokenizer; what ended it (stop string, stop token) is not part of it. output_ids: new
+    tokens only, up to the one that ended it. stop_reason: the stop string or the id of the stop token. steps:
+    target forwards that committed tokens of this prompt after its prefill. accept_length: tokens after the
+    first, per step; None without a step. window_histogram[n]: steps that sent n drafted tokens to
+    verification; accepted_histogram[n]: steps that accepted n of them (both γ + 1 long). Seconds run from
+    admission to the first token, and from there to the last; compilation on first use is inside them.
+    """
+
+    text: str | None
+    output_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    prompt_tokens: int
+    completion_tokens: int
+    steps: int
+    accept_length: float | None
+    window_histogram: list[int]
+    accepted_histogram: list[int]
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True)
+class Delta:
+    """News of an answer. text: "" while it is held back, and without a tokenizer. output: with the last delta."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    output: Output | None = None
+
+
+class LLM:
+    """A target, with or without a drafter, that answers prompts. For one thread; iterators may be interleaved.
+
+    model: a folder, a GGUF file, a built-in name, or a `Target` that other LLMs share. draft: a drafter's
+    folder, or "untrained" for one of random weights. speculative_algorithm: follows from the drafter when not
+    given. dtype: float32 on the CPU and bfloat16 elsewhere when not given. policy: how much of each block is
+    verified, as an object or in the command line's words. seed: of the untrained drafter, and of the requests
+    that bring none. engine: fields of `EngineConfig`, such as verify_mode, block_size, max_running_requests,
+    page_size, max_total_tokens, context_length, chunked_prefill_size.
+
+    Raises:
+        UserError: something cannot be loaded, or the arguments contradict each other.
+    """
+
+    def __init__(
+        self,
+        model: str | Target,
+        draft: str | None = None,
+        speculative_algorithm: Algorithm | None = None,
+        *,
+        dtype: DType | None = None,
+        policy: str | Policy = "full",
+        seed: int | None = None,
+        mesh: Mesh | None = None,
+        **engine: Any,
+    ):
+        unknown = sorted(engine.keys() - _ENGINE_FIELDS)
+        if unknown:
+            raise UserError(f"{unknown[0]} is no setting of LLM; there are {', '.join(sorted(_ENGINE_FIELDS))}")
+        mode = engine.get("verify_mode", "compact")
+        if mode not in get_args(VerifyMode):
+            raise UserError(f"verify_mode is {mode!r}; it must be {', '.join(get_args(VerifyMode))}")
+        EngineConfig(**engine)  # refuses what is out of range before anything is loaded
+        self._policy = parse_policy(policy) if isinstance(policy, str) else policy
+        found = find_drafter(draft, speculative_algorithm)
+        if engine.get("block_size") and found is None:
+            raise UserError("a block size was given without a drafter; name a drafter or drop the block size")
+        programs.use_compilation_cache()
+        if isinstance(model, str):
+            model = load_target(model, dtype, mesh, draft=found)
+        elif dtype not in (None, model.dtype) or mesh not in (None, model.mesh):
+            raise UserError("the target is loaded already; its dtype and mesh cannot be changed, load it again")
+        self.target = model
+        self.algorithm: Algorithm = found.algorithm if found else "NONE"
+        self._drafter = load_drafter(found, model, seed or 0) if found else None
+        self._config = EngineConfig(dtype=model.dtype, **engine)
+        self._engine: Engine | None = None
+        self._seeds = None if seed is None else np.random.default_rng(seed % 2**64)
+        self._ids = itertools.count()
+        self._live: dict[int, tuple[_Sequence, dict[int, _Sequence]]] = {}
+        self._config = self.engine.config
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; a fresh one after a step that failed, since a failed step may have lost its buffers."""
+        if self._engine is None:
+            target = (self.target.model, self.target.config)
+            try:
+                self._engine = Engine(
+                    self._config, target, self._drafter, policy=self._policy, mesh=self.target.mesh
+                )
+            except (MemoryError, jax.errors.JaxRuntimeError) as e:
+                if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(e):
+                    raise
+                raise UserError(
+                    "there is not enough memory for a KV pool of this size; lower max_total_tokens, "
+                    "max_running_requests or context_length"
+                ) from None
+        return self._engine
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Output]:
+        """Answers in the order of the prompts.
+
+        prompts: one or several, each a text or a list of token ids; any number of them stream through the
+        engine's slots. params: for all of them, or one a prompt. Raises UserError before any work is done when
+        one of them cannot be served.
+        """
+        outputs = dict(self.as_completed(prompts, params))
+        return [outputs[i] for i in range(len(outputs))]
+
+    def as_completed(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Generator[tuple[int, Output], None, None]:
+        """(index of the prompt, its answer), each as soon as it is complete; otherwise as `generate`."""
+        return self._completed(self._sequences(_several(prompts), params))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
+        """The answer to one prompt, piece by piece; closing the iterator ends the request.
+
+        The pieces' texts join to `generate`'s text. Raises UserError at once, as `generate` does.
+        """
+        return self._deltas(self._sequences([prompt], params)[0])
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Output]:
+        """Answers to one conversation or several ({"role": …, "content": …}), by the model's chat template."""
+        several = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        return self.generate([self.target.chat_ids(m) for m in several], params)  # type: ignore[arg-type]
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> Generator[Delta, None, None]:
+        """The answer to one conversation, piece by piece; see `stream`."""
+        return self.stream(self.target.chat_ids(messages), params)
+
+    # ── prompts → sequences ───────────────────────────────────────────────────────────────────────────────────
+
+    def _sequences(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[_Sequence]:
+        if params is None or isinstance(params, SamplingParams):
+            each: Iterable[SamplingParams] = itertools.repeat(params or SamplingParams(), len(prompts))
+        elif len(params) != len(prompts):
+            raise UserError(
+                f"{len(params)} sampling parameters were given for {len(prompts)} prompts; give one each"
+            )
+        else:
+            each = params
+        sequences = []
+        for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                sequences.append(self._sequence(prompt, own))
+            except UserError as e:
+                raise UserError(f"prompt {i}: {e}" if len(prompts) > 1 else str(e)) from None
+        return sequences
+
+    def _sequence(self, prompt: Prompt, params: SamplingParams) -> _Sequence:
+        vocab_size = self.target.config.vocab_size
+        bad = [t for t in params.stop_token_ids if t >= vocab_size]
+        if bad:
+            raise UserError(f"stop token id {bad[0]} is outside the vocabulary of {vocab_size}; correct it")
+        if params.stop:
+            self.target.need_tokenizer("a stop string")
+        eos = () if params.ignore_eos else self.target.eos_token_ids
+        if self._seeds is not None and params.seed is None:
+            auto = params.speculative_sampling == "auto"
+            params = replace(
+                params,
+                seed=int(self._seeds.integers(2**63)),
+                speculative_sampling="rejection" if auto else params.speculative_sampling,
+            )
+        request = Request(
+            id=next(self._ids),
+            prompt=self._prompt_ids(prompt),
+            params=params,
+            stop_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
+        )
+        self.engine.check(request)
+        tokenizer = self.target.tokenizer
+        text = TextStream(tokenizer.stream(), params.stop) if tokenizer else None
+        return _Sequence(request, text, self.engine.block_size)
+
+    def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(self.target.text_ids(prompt))
+        try:
+            return tuple(operator.index(t) for t in prompt)
+        except TypeError:
+            raise UserError(f"a prompt is a text or a list of token ids, not {prompt!r:.60}") from None
+
+    # ── sequences → answers ───────────────────────────────────────────────────────────────────────────────────
+
+    def _completed(self, sequences: list[_Sequence]) -> Generator[tuple[int, Output], None, None]:
+        index = {s.request.id: i for i, s in enumerate(sequences)}
+        with contextlib.closing(self._advance(sequences)) as progress:
+            for sequence in progress:
+                if sequence.finish_reason:
+                    yield index[sequence.request.id], sequence.output()
+
+    def _deltas(self, sequence: _Sequence) -> Generator[Delta, None, None]:
+        with contextlib.closing(self._advance([sequence])) as progress:
+            for s in progress:
+                yield s.delta()
+
+    def _advance(self, sequences: list[_Sequence]) -> Generator[_Sequence, None, None]:
+        """Yields a sequence whenever it has news, until all have ended; when closed before, aborts the rest."""
+        news: dict[int, _Sequence] = {}
+        left = len(sequences)
+        try:
+            for sequence in sequences:
+                self._live[sequence.request.id] = (sequence, news)
+                self.engine.add(sequence.request)
+            while left:
+                if not news:
+                    self._pump()
+                while news:
+                    sequence = news.pop(next(iter(news)))
+                    left -= sequence.finish_reason is not None
+                    yield sequence
+        finally:
+            for sequence in sequences:
+                if self._live.pop(sequence.request.id, None):
+                    self.engine.abort(sequence.request.id)
+
+    def _pump(self) -> None:
+        """One step of the engine; its updates go to their sequences, whoever iterates over those."""
+        with _interrupts_held_back():
+            engine = self.engine
+            try:
+                updates = engine.step()
+            except BaseException:
+                self._engine = None
+                for sequence, news in self._live.values():
+                    sequence.finish_reason = "abort"
+                    news[sequence.request.id] = sequence
+                self._live.clear()
+                raise
+            for update in updates:
+                if update.id not in self._live:
+                    continue
+                sequence, news = self._live[update.id]
+                sequence.take(update)
+                news[update.id] = sequence
+                if sequence.finish_reason:
+                    del self._live[update.id]
+                    engine.abort(update.id)  # a stop string: the engine knows nothing of it
+
+
+class _Sequence:
+    """One request on its way to an Output."""
+
+    def __init__(self, request: Request, text: TextStream | None, block_size: int):
+        self.request = request
+        self.finish_reason: FinishReason | None = None
+        self._text = text
+        self._block_size = block_size
+        self._ids: list[int] = []
+        self._pieces: list[str] = []
+        self._told_ids = self._told_pieces = 0
+        self._stop_reason: str | int | None = None
+        self._stats = Stats()
+
+    def take(self, update: Update) -> None:
+        """Adds a step's tokens, as far as they are part of the answer."""
+        self._stats = update.stats
+        for token in update.tokens:
+            self._ids.append(token)
+            if token in self.request.stop_ids:
+                self._stop_reason = token
+            elif self._text and self._show(self._text, self._text.push(token)):
+                return
+        if update.finish_reason:
+            self.finish_reason = update.finish_reason
+            if self._text:
+                self._show(self._text, self._text.finish())
+
+    def _show(self, text: TextStream, piece: str) -> bool:
+        """Whether a stop string ended the text with this piece."""
+        self._pieces.append(piece)
+        if text.stop_string is None:
+            return False
+        self.finish_reason, self._stop_reason = "stop", text.stop_string
+        return True
+
+    def delta(self) -> Delta:
+        """What has come since the last call."""
+        text, ids = "".join(self._pieces[self._told_pieces :]), self._ids[self._told_ids :]
+        self._told_pieces, self._told_ids = len(self._pieces), len(self._ids)
+        return Delta(text, ids, self.finish_reason, self.output() if self.finish_reason else None)
+
+    def output(self) -> Output:
+        """The answer, of a sequence that has ended."""
+        assert self.finish_reason is not None
+        stats, count = self._stats, len(self._ids)
+        return Output(
+            text="".join(self._pieces) if self._text else None,
+            output_ids=self._ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+            prompt_tokens=len(self.request.prompt),
+            completion_tokens=count,
+            steps=stats.steps,
+            accept_length=(count - 1) / stats.steps if stats.steps else None,
+            window_histogram=[stats.windows[n] for n in range(self._block_size + 1)],
+            accepted_histogram=[stats.accepted[n] for n in range(self._block_size + 1)],
+            prefill_seconds=stats.prefill_seconds,
+            decode_seconds=stats.decode_seconds,
+        )
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) and all(isinstance(p, Integral) for p in prompts)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Ctrl-C waits for the end of a step, whose donated buffers would be lost; a second one does not wait."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    seen: list[tuple[int, Any]] = []
+
+    def handler(number: int, frame: Any) -> None:
+        if seen:
+            before(number, frame)
+        seen.append((number, frame))
+
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if seen:
+        before(*seen[0])

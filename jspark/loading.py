@@ -1,0 +1,171 @@
+"""From names to models on devices: which checkpoint, in which dtype, on which mesh, for which algorithm.
+
+Knows: checkpoints and weights, and the choices that depend on the device.
+Does not know: requests, text, or the engine's sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jspark import axes, weights
+from jspark.checkpoint import DrafterCheckpoint, open_drafter, open_target
+from jspark.config import Algorithm, DecoderConfig, DrafterConfig, DType, check_drafter_fits
+from jspark.errors import UserError
+from jspark.models.decoder import Decoder
+from jspark.models.drafter import Drafter
+from jspark.tokenizer import Tokenizer
+
+#: The drafter's name that stands for random weights: the cost of a drafter without its use.
+UNTRAINED = "untrained"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target with its weights on the devices, to be shared by any number of LLMs.
+
+    `tokenizer_problem` says why there is no tokenizer; None when there is one.
+    """
+
+    name: str
+    config: DecoderConfig
+    model: Decoder
+    tokenizer: Tokenizer | None
+    tokenizer_problem: str | None
+    dtype: DType
+    mesh: Mesh
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End-of-text ids of the model's configuration and of its tokenizer."""
+        ours = self.tokenizer.eos_token_ids if self.tokenizer else ()
+        return tuple(dict.fromkeys((*self.config.eos_token_ids, *ours)))
+
+    def need_tokenizer(self, what: str) -> Tokenizer:
+        """The tokenizer; UserError that `what` cannot do without one, and why there is none."""
+        if self.tokenizer is None:
+            raise UserError(f"{what} needs a tokenizer: {self.tokenizer_problem}")
+        return self.tokenizer
+
+    def text_ids(self, text: str) -> list[int]:
+        """Token ids of a text prompt, [] for an empty one."""
+        tokenizer = self.need_tokenizer("a text prompt")
+        return tokenizer.encode(_unicode(text)) if text else []
+
+    def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation ({"role": …, "content": …}) with the beginning of an answer.
+
+        Raises UserError where there is no chat template, or where it refuses the messages.
+        """
+        tokenizer = self.need_tokenizer("a chat")
+        good = not isinstance(messages, str | Mapping) and all(
+            isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages
+        )
+        if not (good and messages):
+            raise UserError('a chat is a list of at least one {"role": …, "content": …}; pass such a list')
+        return tokenizer.encode(_unicode(tokenizer.apply_chat_template(messages)), add_special_tokens=False)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A drafter that was found and not yet loaded; without a checkpoint it will be one of random weights."""
+
+    algorithm: Algorithm
+    checkpoint: DrafterCheckpoint | None
+
+
+def find_drafter(spec: str | None, algorithm: Algorithm | None) -> Draft | None:
+    """The drafter in the folder `spec`, from headers alone, or the untrained one; None without one.
+
+    algorithm: what the user asked for, None for whatever the drafter is. Raises UserError when the two
+    contradict each other.
+    """
+    if algorithm is not None and algorithm not in get_args(Algorithm):
+        raise UserError(f"the algorithm is {algorithm!r}; it must be {', '.join(get_args(Algorithm))}")
+    if spec is None:
+        if algorithm in ("DFLASH", "DSPARK"):
+            raise UserError(f"{algorithm} needs a drafter; name one, or choose the algorithm NONE")
+        return None
+    if algorithm == "NONE":
+        raise UserError("the algorithm NONE uses no drafter and one was named; drop one of the two")
+    if spec == UNTRAINED:
+        if algorithm == "DFLASH":
+            raise UserError("the untrained drafter is a DSpark one; choose DSPARK, or name a DFlash drafter")
+        return Draft("DSPARK", None)
+    checkpoint = open_drafter(spec)
+    possible = algorithms(checkpoint.config)
+    if algorithm is not None and algorithm not in possible:
+        raise UserError(
+            f"{checkpoint.path} is a {possible[0]} drafter, not {algorithm}; choose {possible[0]} "
+            "or another drafter"
+        )
+    return Draft(algorithm or possible[0], checkpoint)
+
+
+def load_target(
+    spec: str, dtype: DType | None = None, mesh: Mesh | None = None, *, draft: Draft | None = None
+) -> Target:
+    """The target that `spec` names, its weights on `mesh` (one device by default).
+
+    dtype: None is float32 on the CPU and bfloat16 elsewhere. draft: refused before any weights are read where
+    it was made for another target. Raises UserError for what cannot be loaded.
+    """
+    if dtype not in (None, *get_args(DType)):
+        raise UserError(f"dtype is {dtype!r}; it must be {' or '.join(get_args(DType))}")
+    checkpoint = open_target(spec)
+    if draft and draft.checkpoint:
+        check_drafter_fits(draft.checkpoint.config, checkpoint.config)
+    mesh = mesh or _default_mesh()
+    if dtype is None:
+        dtype = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"
+    return Target(
+        name=checkpoint.name,
+        config=checkpoint.config,
+        model=weights.load_decoder(checkpoint, checkpoint.config, jnp.dtype(dtype), mesh),
+        tokenizer=checkpoint.tokenizer(),
+        tokenizer_problem=checkpoint.tokenizer_problem(),
+        dtype=dtype,
+        mesh=mesh,
+    )
+
+
+def load_drafter(draft: Draft, target: Target, seed: int = 0) -> tuple[Drafter, DrafterConfig]:
+    """The drafter beside its target. seed: of the untrained one. Raises UserError where the two do not fit."""
+    dtype = jnp.dtype(target.dtype)
+    if draft.checkpoint is None:
+        config = weights.untrained_drafter_config(target.config)
+        return weights.random_drafter(config, dtype, target.mesh, seed), config
+    config = draft.checkpoint.config
+    check_drafter_fits(config, target.config)
+    return weights.load_drafter(draft.checkpoint, config, dtype, target.mesh, target.model), config
+
+
+def algorithms(config: DrafterConfig) -> tuple[Algorithm, ...]:
+    """The names that fit a drafter, its own first. DSpark without any head is DFlash in DSpark's layout: both."""
+    if not config.predicts_from_anchor:
+        return ("DFLASH",)
+    headless = config.markov == "none" and config.confidence == "none"
+    return ("DSPARK", "DFLASH") if headless else ("DSPARK",)
+
+
+def _unicode(text: str) -> str:
+    """`text`, unless it holds half a character, as an argument of broken bytes does."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError("the prompt is not valid Unicode; pass it as UTF-8") from None
+    return text
+
+
+def _default_mesh() -> Mesh:
+    try:
+        device = jax.devices()[0]
+    except (RuntimeError, AssertionError):  # the latter where JAX_PLATFORMS names a platform without a plugin
+        raise UserError("JAX finds no device to run on; check JAX_PLATFORMS, the driver and JAX itself") from None
+    return axes.single_device_mesh(device)
