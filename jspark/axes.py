@@ -23,13 +23,13 @@ def sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...]) -
     """The placement of an array whose dimensions have the logical names `axes`, on a mesh of any shape."""
     spec = []
     for name, size in zip(axes, shape, strict=True):
-        target = RULES.get(name) if name else None
-        fits = target in mesh.axis_names and size % mesh.shape[target] == 0
-        spec.append(target if fits else None)
+        axis = RULES.get(name or "")
+        fits = axis is not None and axis in mesh.axis_names and size % mesh.shape[axis] == 0
+        spec.append(axis if fits else None)
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def single_device_mesh(device: jax.Device | None = None) -> Mesh:
+def single_device_mesh(device=None) -> Mesh:
     """A 1×1 mesh (data, tensor) over one device: the default."""
     devices = [device or jax.devices()[0]]
     return jax.make_mesh((1, 1), ("data", "tensor"), (jax.sharding.AxisType.Auto,) * 2, devices=devices)

@@ -116,7 +116,8 @@ class EngineConfig:
 
     max_running_requests: request slots (R at most). page_size: tokens a KV page. max_total_tokens: tokens the
     page pool holds. context_length: longest prompt + output. chunked_prefill_size: prompt tokens a step.
-    block_size: γ at run time (0: the checkpoint's). overlap: dispatch a step before the last one is collected. row_buckets / token_tiers: the ladders of R and T.
+    block_size: γ at run time (0: the checkpoint's). row_buckets, token_tiers: the ladders of R and T. overlap:
+    dispatch a step before the last one is collected (None: on GPUs).
     """
 
     max_running_requests: int = 0

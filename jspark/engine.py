@@ -11,25 +11,25 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.sharding import Mesh
 
 from jspark import axes, kv
 from jspark.budget import BatchState, CostTable, Full, Plan, Policy
-from jspark.config import DecoderConfig, DrafterConfig, EngineConfig, check_drafter_fits
+from jspark.config import DecoderConfig, DrafterConfig, EngineConfig
 from jspark.errors import UserError
 from jspark.models.decoder import Decoder
 from jspark.models.drafter import Drafter
 from jspark.programs import Programs, ProposeShape, VerifyShape, at_least, ladder
 from jspark.request import FinishReason, Request, Update
-from jspark.sampling import RowSampling
 from jspark.scheduler import Running, Scheduler, Work
-from jspark.state import Packet, Prefill, Slots, StepArgs, Tiles, empty_slots
+from jspark.sizing import run_time_block_size, sized
+from jspark.state import Packet, Prefill, StepArgs, Tiles, empty_slots
 from jspark.step import Pools, Sampling, Spec
 
 #: Rows of a prefill tile in the attention fallback, when several prompts share a chunk.
@@ -68,7 +68,7 @@ class Engine:
     ):
         self.mesh = mesh or axes.single_device_mesh()
         model, target_config = target
-        self.block_size = _block_size(config, drafter, target_config)
+        self.block_size = run_time_block_size(config, drafter[1] if drafter else None, target_config)
         spec = Spec(
             target=target_config,
             drafter=drafter[1] if drafter else None,
@@ -76,7 +76,7 @@ class Engine:
             verify_mode=config.verify_mode,
             page_size=config.page_size,
         )
-        self.config = config = _sized(config, spec, self.mesh)
+        self.config = config = sized(config, spec, self.mesh)
         if sts is not None and len(sts) != self.block_size:
             raise UserError(
                 f"the calibration has {len(sts)} temperatures and the block has {self.block_size} tokens; "
@@ -132,7 +132,8 @@ class Engine:
         bad = [t for t in request.prompt if not 0 <= t < self._vocab_size]
         if bad:
             raise UserError(
-                f"token id {bad[0]} is outside the vocabulary of {self._vocab_size}; pass ids of this model's tokenizer"
+                f"token id {bad[0]} is outside the vocabulary of {self._vocab_size}; "
+                "pass ids of this model's tokenizer"
             )
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UserError(
@@ -233,19 +234,20 @@ class Engine:
         return Flight(self._step, packet, work.decode, self.scheduler.generation[[r.slot for r in work.decode]])
 
     def _plan(self, work: Work, count: int) -> tuple[Plan, int]:
-        """Budget and tier of the step, from confidence two steps old."""
+        """The plan with its tier filled, and the packed verify rows: from confidence two steps old.
+
+        cap-accept plans as compact does, and packs every block whole.
+        """
         while self._younger and self._younger[0][0] <= self._step - 1:
             _, rows, generations, confidence = self._younger.popleft()
             for running, generation, values in zip(rows, generations, confidence, strict=False):
                 if self.scheduler.generation[running.slot] == generation:
                     self._confidence[running.slot] = values
         decode, width = len(work.decode), self.block_size + 1
-        if self.config.verify_mode == "compact":
-            tiers = tuple(t for t in self.config.token_tiers if count <= t < count * width) + (count * width,)
-        else:
-            tiers = (count * width,)
+        tiers = (*(t for t in self.config.token_tiers if count <= t < count * width), count * width)
         logits = self._confidence[[r.slot for r in work.decode]]
-        conditional = 1.0 / (1.0 + np.exp(-(logits if self._sts is None else logits / self._sts)))
+        with np.errstate(over="ignore"):
+            conditional = 1.0 / (1.0 + np.exp(-(logits if self._sts is None else logits / self._sts)))
         plan = self.policy.plan(
             BatchState(
                 rows=decode,
@@ -259,8 +261,12 @@ class Engine:
                 positions=tuple(r.position for r in work.decode),
             )
         )
-        tokens = at_least(tiers, min(decode + plan.budget, count * width))
-        return plan, tokens
+        least = int(np.sum(np.broadcast_to(np.minimum(plan.min_window, self.block_size), decode)))
+        wanted = min(max(plan.budget, least, 0), decode * self.block_size)
+        tier = at_least(tiers, decode + wanted)
+        # The tier is filled: rows that padding would take cost nothing.
+        plan = replace(plan, budget=tier - decode)
+        return plan, tier if self.config.verify_mode == "compact" else count * width
 
     def _arguments(
         self, work: Work, count: int, plan: Plan, verify_tokens: int
@@ -277,18 +283,18 @@ class Engine:
             reach = max(reach, self.scheduler.allocator.pages_for(chunk.stop))
         pages = at_least(self._page_steps, reach)
         prefill, prefill_shape = self._prefill(work, verify_tokens)
-        args = StepArgs(
-            slot=slot,
-            decode=np.arange(count) < decode,
-            table=self.scheduler.table[slot, :pages],
-            # The tier is filled: rows that padding would take cost nothing.
-            budget=np.int32(verify_tokens - decode),
-            threshold=np.float32(plan.threshold),
-            min_window=_per_row(plan.min_window, 0, count, decode),
-            max_window=_per_row(plan.max_window, self.block_size, count, decode),
-            prefill=prefill,
-        )
-        return self.programs.place(args), pages, prefill_shape
+        # NumPy here, arrays of the device once placed.
+        fields: dict[str, Any] = {
+            "slot": slot,
+            "decode": np.arange(count) < decode,
+            "table": self.scheduler.table[slot, :pages],
+            "budget": np.int32(plan.budget),
+            "threshold": np.float32(plan.threshold),
+            "min_window": _per_row(plan.min_window, 0, count, decode),
+            "max_window": _per_row(plan.max_window, self.block_size, count, decode),
+            "prefill": prefill,
+        }
+        return self.programs.place(StepArgs(**fields)), pages, prefill_shape
 
     def _prefill(self, work: Work, verify_tokens: int) -> tuple[Prefill | None, tuple[int, int, int] | None]:
         chunks = work.chunks
@@ -322,11 +328,13 @@ class Engine:
                 tile_row[used] = row_of[id(chunk.running)]
                 used += 1
             start += size
-        return Prefill(tokens, positions, row, Tiles(index, tile_row)), (total, tiles, tile)
+        rectangles: dict[str, Any] = {"index": index, "row": tile_row}
+        fields: dict[str, Any] = {"tokens": tokens, "positions": positions, "row": row}
+        return Prefill(**fields, tiles=Tiles(**rectangles)), (total, tiles, tile)
 
     def _collect(self, flight: Flight) -> list[Update]:
         """Results of a step: tokens out, figures, finished requests' slots and pages back."""
-        packet: Packet = jax.tree.map(np.asarray, flight.packet)
+        packet = jax.tree.map(np.asarray, flight.packet)
         now = time.perf_counter()
         if packet.confidence.shape[1]:
             self._younger.append((flight.number, flight.rows, flight.generations, packet.confidence))
@@ -354,55 +362,6 @@ class Engine:
                 self.scheduler.release(running)
             updates.append(Update(running.request.id, tokens, reason, stats))
         return updates
-
-
-def _block_size(config: EngineConfig, drafter: tuple[Drafter, DrafterConfig] | None, target: DecoderConfig) -> int:
-    if drafter is None:
-        if config.block_size:
-            raise UserError("a block size was given without a drafter; name a drafter or drop the block size")
-        return 0
-    check_drafter_fits(drafter[1], target)
-    size = config.block_size or drafter[1].block_size
-    if size > drafter[1].block_size:
-        raise UserError(
-            f"block size {size} is larger than the {drafter[1].block_size} this drafter was trained for; "
-            f"ask for {drafter[1].block_size} or less"
-        )
-    return size
-
-
-def _sized(config: EngineConfig, spec: Spec, mesh: Mesh) -> EngineConfig:
-    """Fills in what was left for us to choose."""
-    from dataclasses import replace
-
-    device = mesh.devices.flat[0]
-    gpu = device.platform != "cpu"
-    slots = config.max_running_requests or (64 if gpu else 8)
-    longest = spec.target.max_position
-    context = config.context_length or longest
-    if context > longest:
-        raise UserError(f"a context of {context} is longer than the {longest} positions of this model; lower it")
-    per_token = kv.bytes_per_token(spec.target, config.dtype)
-    if spec.drafter is not None:
-        per_token += kv.bytes_per_token(spec.drafter.backbone, config.dtype)
-    room = 2**30
-    if gpu:
-        memory = device.memory_stats()
-        room = (memory["bytes_limit"] - memory["bytes_in_use"]) // 2
-    tokens = config.max_total_tokens or min(slots * (context + spec.block_size), room // per_token)
-    width = spec.block_size + 1
-    rows = config.row_buckets or ladder(1, slots)
-    if rows[-1] < slots:
-        raise UserError(f"the largest row bucket {rows[-1]} is below max_running_requests {slots}; raise it")
-    tiers = config.token_tiers or tuple(sorted({r * m for r in rows for m in (1, 2, 4, width)}))
-    return replace(
-        config,
-        max_running_requests=slots,
-        context_length=context,
-        max_total_tokens=tokens,
-        row_buckets=rows,
-        token_tiers=tiers,
-    )
 
 
 def _sampling(rows: list[Running]) -> Sampling:

@@ -85,7 +85,8 @@ def propose(
     hidden = block_hidden(drafter, vocabulary, config, pool, anchor, position, table, block_size)
     base = vocabulary.head.attend(hidden)
     markov, head = drafter.markov, drafter.confidence
-    state = None if markov is None else markov.start(anchor.shape[0])
+    with_markov = config.confidence == "hidden+markov"
+    state = jnp.zeros(()) if markov is None else markov.start(anchor.shape[0])
     previous, tokens, confidence, log_q = anchor, [], [], []
     for k in range(block_size):
         logits = base[:, k]
@@ -93,7 +94,7 @@ def propose(
             state, bias = markov(state, hidden[:, k], previous)
             logits = logits + bias
         if head is not None:
-            feature = markov.embed(previous) if config.confidence == "hidden+markov" else None
+            feature = markov.embed(previous) if markov is not None and with_markov else None
             confidence.append(head(hidden[:, k], feature))
         q = log_probs(logits, sampling, filtered=filtered) if sampled else logits
         previous = draft_token(q, sampling, position, k, sampled=sampled)

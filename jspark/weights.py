@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,6 @@ from jspark import axes
 from jspark.config import DecoderConfig, DrafterConfig, RopeConfig
 from jspark.models.decoder import Decoder
 from jspark.models.drafter import Drafter
-
-ModuleT = TypeVar("ModuleT", bound=nnx.Module)
 
 
 class TensorSource(Protocol):
@@ -109,14 +107,16 @@ def _paths(module: nnx.Module) -> dict[str, nnx.Variable]:
     return {".".join(map(str, path)).replace("layers.blocks", "layers"): value for path, value in flat}
 
 
-def _placed(module: ModuleT, arrays: Iterable[tuple[str, jax.Array]]) -> ModuleT:
+def _placed[ModuleT: nnx.Module](module: ModuleT, arrays: Iterable[tuple[str, jax.Array]]) -> ModuleT:
     variables = _paths(module)
     for name, array in arrays:
         variables[name].set_value(array)
     return module
 
 
-def _load(source: TensorSource, build: Callable[[], ModuleT], layers: int, mesh: Mesh) -> ModuleT:
+def _load[ModuleT: nnx.Module](
+    source: TensorSource, build: Callable[[], ModuleT], layers: int, mesh: Mesh
+) -> ModuleT:
     module = nnx.eval_shape(build)
     variables = _paths(module)
     # A stacked parameter `layers.x` of [L, …] is read as `layers.0.x`, `layers.1.x`, …
@@ -152,7 +152,7 @@ def _load(source: TensorSource, build: Callable[[], ModuleT], layers: int, mesh:
     return _placed(module, arrays())
 
 
-def _random(build: Callable[[], ModuleT], mesh: Mesh, seed: int) -> ModuleT:
+def _random[ModuleT: nnx.Module](build: Callable[[], ModuleT], mesh: Mesh, seed: int) -> ModuleT:
     module = nnx.eval_shape(build)
     key = jax.random.key(seed)
 

@@ -15,10 +15,13 @@ from jspark.propose import block_hidden
 from jspark.request import Request, SamplingParams
 from jspark.verify import forward
 
-CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 TARGETS = ["qwen3_tiny", "qwen3_tiny_tied", "llama_tiny"]
 DSPARK = sorted(p.name for p in GOLDENS.glob("dspark_*"))
 DFLASH = sorted(p.name for p in GOLDENS.glob("dflash_*"))
+
+
+def check_close(got, want):
+    np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -45,9 +48,9 @@ def test_target_hidden_states_and_logits(name):
         logits, features, _ = jax.jit(
             lambda batch, size=size: forward(model, config, pool, batch, logit_rows=size, feature_layers=layers)
         )(batch)
-        np.testing.assert_allclose(logits, outputs[f"logits_{i}"], **CLOSE)
+        check_close(logits, outputs[f"logits_{i}"])
         hidden = np.asarray(features)[:size].reshape(size, len(layers), -1)
-        np.testing.assert_allclose(hidden.swapaxes(0, 1), outputs[f"hidden_{i}"][:-1], **CLOSE)
+        check_close(hidden.swapaxes(0, 1), outputs[f"hidden_{i}"][:-1])
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -61,14 +64,15 @@ def test_target_greedy_tokens(name):
     for i, result in enumerate(results):
         assert result.tokens == outputs[f"greedy_{i}"].tolist()
         logits = full_logits(prompts(name)[i] + tuple(result.tokens[:-1]), name)
-        np.testing.assert_allclose(logits[-1], outputs[f"greedy_last_logits_{i}"], **CLOSE)
+        check_close(logits[-1], outputs[f"greedy_last_logits_{i}"])
 
 
 class Recorder:
     """The engine's own programs, with what went through them kept."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, name: str):
         self.engine = engine
+        self.drafter, self.target = drafter(name), target("qwen3_tiny")
         self.programs = engine.programs
         self.report = engine.programs.report
         self.hidden = jax.jit(self._hidden)
@@ -79,7 +83,7 @@ class Recorder:
         return getattr(self.programs, name)
 
     def _hidden(self, pool, slots, args):
-        (model, config), (whole, _) = self.engine_drafter, self.engine_target
+        (model, config), (whole, _) = self.drafter, self.target
         rows = slots.take(args.slot)
         view = model.vocabulary(whole.vocabulary)
         size = self.engine.block_size
@@ -110,8 +114,7 @@ class Recorder:
 
 
 def record(engine: Engine, name: str, prompt, stop: tuple[int, ...], new: int) -> tuple[Result, list[dict]]:
-    recorder = Recorder(engine)
-    recorder.engine_drafter, recorder.engine_target = drafter(name), target("qwen3_tiny")
+    recorder = Recorder(engine, name)
     params = SamplingParams(temperature=0, max_tokens=new)
     result = run(engine, [Request(0, prompt, params, stop)])[0]
     engine.programs = recorder.programs
@@ -152,7 +155,7 @@ def test_dspark_runs_step_by_step(name):
             np.testing.assert_array_equal([s["tokens"] for s in steps], drafts)
             if has_confidence:
                 confidence = outputs[f"{run_name}_step_confidence_logits"]
-                np.testing.assert_allclose([s["confidence"] for s in steps], confidence, **CLOSE)
+                check_close([s["confidence"] for s in steps], confidence)
             # The reference reports a stop inside the accepted draft as the whole proposal.
             for k, step in enumerate(steps):
                 if stop and k == len(steps) - 1:
@@ -162,7 +165,7 @@ def test_dspark_runs_step_by_step(name):
                     assert step["count"] == lengths[k]
             if run_name == f"p{i}":
                 hidden = outputs[f"p{i}_step_block_hidden"]
-                np.testing.assert_allclose([s["hidden"] for s in steps], hidden, **CLOSE)
+                check_close([s["hidden"] for s in steps], hidden)
 
 
 @pytest.mark.parametrize("name", DFLASH)
@@ -178,6 +181,6 @@ def test_dflash_runs_step_by_step(name):
         assert [s["count"] for s in steps] == lengths
         np.testing.assert_array_equal([s["tokens"] for s in steps], outputs[f"p{i}_step_draft_tokens"])
         hidden = outputs[f"p{i}_step_block_hidden"][:, 1:]
-        np.testing.assert_allclose([s["hidden"] for s in steps], hidden, **CLOSE)
+        check_close([s["hidden"] for s in steps], hidden)
         result, _ = record(engine, name, prompt, (int(outputs[f"p{i}_stop_token"]),), new=48)
         assert result.tokens == outputs[f"p{i}_stop_output_ids"][len(prompt) :].tolist()

@@ -20,7 +20,7 @@ from support import (
 
 from jspark import axes
 from jspark.budget import BatchState, CostTable, Fixed, Full, GlobalArgmax, Plan, Threshold
-from jspark.config import EngineConfig
+from jspark.config import EngineConfig, VerifyMode
 from jspark.engine import Engine
 from jspark.request import Request, SamplingParams
 
@@ -31,7 +31,7 @@ DRAFTERS = [
     "dspark_qwen3_tiny_nomarkov",
     "dflash_qwen3_tiny_trained",
 ]
-MODES = ["static", "compact", "cap-accept"]
+MODES: list[VerifyMode] = ["static", "compact", "cap-accept"]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def random_engine(rng: np.random.Generator, name: str) -> Engine:
         block_size=block,
         row_buckets=buckets,
         token_tiers=(slots + block,),
-        verify_mode=str(rng.choice(MODES)),  # type: ignore[arg-type]
+        verify_mode=MODES[int(rng.integers(3))],
         overlap=bool(rng.integers(2)),
     )
     policy = policies[rng.integers(len(policies))]
@@ -141,7 +141,7 @@ def test_greedy_and_coupled_equal_plain_decoding_at_length(seed, record_property
     record_property("excused_ties", check_random_case(seed))
 
 
-def small_engine(mode="compact", policy=None, name=DRAFTERS[0], slots=4, **options) -> Engine:
+def small_engine(mode: VerifyMode = "compact", policy=None, name=DRAFTERS[0], slots=4, **options) -> Engine:
     config = EngineConfig(
         max_running_requests=slots,
         page_size=16,
@@ -274,9 +274,10 @@ def test_two_devices_give_the_same_tokens():
     if len(jax.devices()) < 2:
         pytest.skip("one device only")
     pair = jax.make_mesh((1, 2), ("data", "tensor"), (jax.sharding.AxisType.Auto,) * 2)
+    from support import GOLDENS
+
     from jspark.checkpoint import open_drafter, open_target
     from jspark.weights import load_decoder, load_drafter
-    from support import GOLDENS
 
     checkpoint = open_target(str(GOLDENS / "qwen3_tiny"))
     model = load_decoder(checkpoint, checkpoint.config, np.float32, pair)

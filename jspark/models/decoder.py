@@ -22,11 +22,12 @@ class LayerStack(nnx.Module):
             self.blocks = Block(Make(make.dtype, config.num_layers), config)
         else:
             self.blocks = nnx.List([Block(make, config) for _ in range(config.num_layers)])
-        self.stacked = stacked
 
     def layer(self, i: int) -> Block:
         """Layer i."""
-        return jax.tree.map(lambda p: p[i], self.blocks) if self.stacked else self.blocks[i]
+        if isinstance(self.blocks, Block):
+            return jax.tree.map(lambda p: p[i], self.blocks)
+        return self.blocks[i]
 
 
 class Decoder(nnx.Module):

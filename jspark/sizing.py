@@ -1,0 +1,72 @@
+"""What an engine's sizes become on a device: block size, slots, pool, ladders.
+
+Knows: the defaults and which sizes contradict each other. Does not know: how any of it is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jax.sharding import Mesh
+
+from jspark import kv
+from jspark.config import DecoderConfig, DrafterConfig, EngineConfig, check_drafter_fits
+from jspark.errors import UserError
+from jspark.programs import ladder
+from jspark.step import Spec
+
+
+def run_time_block_size(config: EngineConfig, drafter: DrafterConfig | None, target: DecoderConfig) -> int:
+    """γ of this engine: the checkpoint's or the smaller one asked for; 0 without a drafter.
+
+    Raises:
+        UserError: a block size without a drafter or above the trained one, a drafter that does not fit.
+    """
+    if drafter is None:
+        if config.block_size:
+            raise UserError("a block size was given without a drafter; name a drafter or drop the block size")
+        return 0
+    check_drafter_fits(drafter, target)
+    size = config.block_size or drafter.block_size
+    if size > drafter.block_size:
+        raise UserError(
+            f"block size {size} is larger than the {drafter.block_size} this drafter was trained for; "
+            f"ask for {drafter.block_size} or less"
+        )
+    return size
+
+
+def sized(config: EngineConfig, spec: Spec, mesh: Mesh) -> EngineConfig:
+    """`config` with everything chosen that was left to us: slots, context, pool, ladders.
+
+    Raises:
+        UserError: a context beyond the model's positions, or buckets too small for the slots.
+    """
+    device = mesh.devices.flat[0]
+    gpu = device.platform != "cpu"
+    slots = config.max_running_requests or (64 if gpu else 8)
+    longest = spec.target.max_position
+    context = config.context_length or longest
+    if context > longest:
+        raise UserError(f"a context of {context} is longer than the {longest} positions of this model; lower it")
+    per_token = kv.bytes_per_token(spec.target, config.dtype)
+    if spec.drafter is not None:
+        per_token += kv.bytes_per_token(spec.drafter.backbone, config.dtype)
+    room = 2**30
+    if gpu:
+        memory = device.memory_stats()
+        room = (memory["bytes_limit"] - memory["bytes_in_use"]) // 2
+    tokens = config.max_total_tokens or min(slots * (context + spec.block_size), room // per_token)
+    width = spec.block_size + 1
+    rows = config.row_buckets or ladder(1, slots)
+    if rows[-1] < slots:
+        raise UserError(f"the largest row bucket {rows[-1]} is below max_running_requests {slots}; raise it")
+    tiers = config.token_tiers or tuple(sorted({r * m for r in rows for m in (1, 2, 4, width)}))
+    return replace(
+        config,
+        max_running_requests=slots,
+        context_length=context,
+        max_total_tokens=tokens,
+        row_buckets=rows,
+        token_tiers=tiers,
+    )
