@@ -20,7 +20,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jspark import axes, kv
-from jspark.budget import BatchState, Full, Plan, Policy
+from jspark.budget import BatchState, CostTable, Full, Plan, Policy
 from jspark.config import DecoderConfig, DrafterConfig, EngineConfig, check_drafter_fits
 from jspark.errors import UserError
 from jspark.models.decoder import Decoder
@@ -62,6 +62,7 @@ class Engine:
         drafter: tuple[Drafter, DrafterConfig] | None = None,
         *,
         policy: Policy | None = None,
+        cost: CostTable | None = None,
         mesh: Mesh | None = None,
         sts: Sequence[float] | None = None,
     ):
@@ -82,6 +83,7 @@ class Engine:
                 "calibrate again at this block size"
             )
         self.policy = policy or Full()
+        self.cost = cost
         temperatures = None if sts is None else jnp.asarray(sts, jnp.float32)
         self.programs = Programs(spec, model, drafter[0] if drafter else None, self.mesh, temperatures)
         pages = -(-config.max_total_tokens // config.page_size) + 1
@@ -113,6 +115,10 @@ class Engine:
         self._confidence = np.full((slots + 1, self.block_size), np.nan, np.float32)
         self._younger: deque[tuple[int, list[Running], np.ndarray, np.ndarray]] = deque()
         self._sts = None if sts is None else np.asarray(sts, np.float32)
+        if self.block_size:
+            # A policy that cannot plan says so here, not in the middle of a batch.
+            unknown = np.full((1, self.block_size), np.nan)
+            self.policy.plan(BatchState(1, self.block_size, (self.block_size + 1,), unknown, unknown, cost))
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -243,11 +249,14 @@ class Engine:
         plan = self.policy.plan(
             BatchState(
                 rows=decode,
+                cost=self.cost,
                 block_size=self.block_size,
                 tiers=tiers,
                 conditional=conditional,
                 survival=np.cumprod(conditional, axis=1),
                 context_tokens=sum(r.position for r in work.decode),
+                requests=tuple(r.request.id for r in work.decode),
+                positions=tuple(r.position for r in work.decode),
             )
         )
         tokens = at_least(tiers, min(decode + plan.budget, count * width))
@@ -288,7 +297,8 @@ class Engine:
         total = at_least(self._chunk_steps, sum(c.stop - c.start for c in chunks))
         tile = min(TILE, total)
         tiles = 2 * -(-total // tile)
-        if len(chunks) == 1:
+        if len(chunks) == 1 and total > tile:
+            # One prompt: its pages are gathered once, not once a tile.
             tiles, tile = 1, total
         elif sum(-(-(c.stop - c.start) // tile) for c in chunks) > tiles:
             total = self._chunk_steps[-1]

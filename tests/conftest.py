@@ -1,18 +1,40 @@
-"""Settings of every test: strict promotion and ranks, two virtual CPU devices, array annotations checked."""
+"""Settings of every test: strict promotion and ranks, two virtual CPU devices, one compilation cache a run."""
 
 import os
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
-# Two virtual devices for the mesh test; one compute thread pool each, shared by all tests.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    # Two virtual devices for the mesh test. Tests compile far more than they compute: less optimisation is faster.
+    os.environ["XLA_FLAGS"] = " ".join(
+        [
+            os.environ.get("XLA_FLAGS", ""),
+            "--xla_force_host_platform_device_count=2",
+            "--xla_backend_optimization_level=0",
+            "--xla_llvm_disable_expensive_passes=true",
+        ]
+    )
+# Workers of one run share what they compile; every run starts empty, so a stale cache cannot hide a fault.
+_run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+_cache = Path(tempfile.gettempdir()) / f"jspark-tests-{_run}"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_cache)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+import shutil
 
 import numpy as np
 import pytest
 
 GOLDENS = Path(__file__).parent / "goldens"
+
+
+def pytest_sessionfinish(session):
+    """Removes the run's compilation cache, from the controlling process only."""
+    if not hasattr(session.config, "workerinput"):
+        shutil.rmtree(_cache, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -77,9 +77,7 @@ def _read_dflash(config: Settings) -> DrafterConfig:
     ids = (
         _layer_ids(inner)
         if inner.get("target_layer_ids")
-        else default_layer_ids(
-            inner.integer("num_target_layers", low=4, high=_MAX_LAYER_ID), backbone.num_layers
-        )
+        else default_layer_ids(inner.integer("num_target_layers", low=4, high=_MAX_LAYER_ID), backbone.num_layers)
     )
     return DrafterConfig(
         backbone=backbone,
@@ -157,9 +155,7 @@ def unknown_dialect(config: Settings) -> UserError:
     """The error for a config.json that no dialect recognises."""
     seen = ", ".join(architectures(config)) or f"model_type {config.get('model_type')!r}"
     known = " and ".join(d.example for d in DIALECTS)
-    return UserError(
-        f"{config.origin}: {seen} is not a drafter dialect that can be read; supported are {known}"
-    )
+    return UserError(f"{config.origin}: {seen} is not a drafter dialect that can be read; supported are {known}")
 
 
 def drafter_config(config: Settings, dialect: Dialect, paths: Set[str]) -> DrafterConfig:

@@ -120,11 +120,9 @@ def _rope(meta: Settings, arch: str, file: GGUFFile, head_dim: int, max_position
     prefix = f"{arch}.rope."
     theta = _shortest(meta.number(prefix + "freq_base", 10_000.0))
     kind = meta.text(prefix + "scaling.type", "none")
-    factor_key = prefix + (
-        "scaling.factor" if meta.get(prefix + "scaling.factor") is not None else "scale_linear"
-    )
-    if meta.get(prefix + "scaling.type") is None and meta.get(factor_key) is not None:
-        kind = "linear"
+    factor_key = prefix + "scaling.factor"
+    if meta.get(prefix + "scaling.type") is None and meta.get(prefix + "scale_linear") is not None:
+        kind, factor_key = "linear", prefix + "scale_linear"  # the spelling of old files
     if _ROPE_FACTORS in file.infos:
         if kind != "none":
             raise UserError(

@@ -65,13 +65,11 @@ class GGUFFile:
     def __init__(self, path: Path):
         self.path = path
         try:
-            self._data = np.memmap(path, dtype=np.uint8, mode="r")
+            self._data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
         except ValueError:  # numpy's word for a file of no bytes
             raise UserError(f"{path} is empty; fetch it again") from None
         except OSError as e:
-            raise UserError(
-                f"{path} cannot be read ({e.strerror}); check the path and its permissions"
-            ) from None
+            raise UserError(f"{path} cannot be read ({e.strerror}); check the path and its permissions") from None
         self.metadata: dict[str, Any] = {}
         self._entries: dict[str, _Entry] = {}
         try:
@@ -97,7 +95,7 @@ class GGUFFile:
         if entry.kind in _PLAIN:
             return data.view(_PLAIN[entry.kind]).reshape(shape)
         block, size = GGML_QUANT_SIZES[entry.kind]
-        rows = np.asarray(data).reshape(*shape[:-1], shape[-1] // block * size)
+        rows = data.reshape(*shape[:-1], shape[-1] // block * size)
         return dequantize(rows, entry.kind).reshape(shape)
 
     def _read_header(self) -> None:

@@ -65,9 +65,7 @@ def tokenizer(metadata: Mapping[str, Any], origin: str) -> Tokenizer | str:
     if before or after:
         parts = [part for part in (before, "$A", after) if part]
         ends = {token: vocabulary[token] for token in (before, after) if token}
-        backend.post_processor = processors.TemplateProcessing(
-            single=parts, special_tokens=list(ends.items())
-        )
+        backend.post_processor = processors.TemplateProcessing(single=parts, special_tokens=list(ends.items()))
     template = metadata.get("tokenizer.chat_template")
     return Tokenizer(
         backend,

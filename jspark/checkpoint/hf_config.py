@@ -82,9 +82,7 @@ def rope_config(config: Settings, max_position: int, default_theta: float | None
     The meaning of each field is that of transformers' rope utilities; `original_max_position` is
     max_position_embeddings where the file leaves it out.
     """
-    scaling = (
-        config.section("rope_parameters") or config.section("rope_scaling") or Settings({}, config.origin)
-    )
+    scaling = config.section("rope_parameters") or config.section("rope_scaling") or Settings({}, config.origin)
     if any(isinstance(value, dict) for value in scaling.values.values()):
         raise UserError(
             f"{scaling.origin}: rotary positions that differ by layer are not supported; use another model"

@@ -35,9 +35,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, RecursionError) as e:
         raise UserError(f"{path} is not valid JSON ({e}); fetch the checkpoint again") from None
     if not isinstance(data, dict):
-        raise UserError(
-            f"{path} holds a JSON {type(data).__name__}, not an object; fetch the checkpoint again"
-        )
+        raise UserError(f"{path} holds a JSON {type(data).__name__}, not an object; fetch the checkpoint again")
     return data
 
 
@@ -94,9 +92,7 @@ class SafetensorsFolder:
         try:
             file = safe_open(path, framework="numpy")
         except (SafetensorError, OSError) as e:
-            raise UserError(
-                f"{path} is not a complete safetensors file ({e}); fetch that file again"
-            ) from None
+            raise UserError(f"{path} is not a complete safetensors file ({e}); fetch that file again") from None
         self._files[str(path)] = file
         return set(file.keys())
 

@@ -102,7 +102,5 @@ def check_heads(config: DecoderConfig, origin: str) -> DecoderConfig:
             "correct one of the two numbers"
         )
     if config.head_dim % 2:
-        raise UserError(
-            f"{origin}: a head dimension of {config.head_dim} is odd, but rotary positions need pairs"
-        )
+        raise UserError(f"{origin}: a head dimension of {config.head_dim} is odd, but rotary positions need pairs")
     return config
