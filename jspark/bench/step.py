@@ -1,7 +1,7 @@
 """`jspark bench step`: time of the engine's own compiled programs, and of a whole engine step around them.
 
-Knows: how to bring an engine into the middle of decoding without a prefill, and how to time asynchronous launches.
-Does not know: what the programs compute, flags, or how a record is kept (report.py).
+Knows: which programs and tiers are timed, and how to time launches that are asynchronous.
+Does not know: how they are called (warm_engine.py), what they cost at least (ceilings.py), flags, records.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +21,15 @@ from jax.sharding import Mesh
 from jspark import weights
 from jspark.bench import ceilings, report
 from jspark.bench.ceilings import Ceilings, Work
+from jspark.bench.warm_engine import Launches, WarmEngine
 from jspark.config import DecoderConfig, DrafterConfig, DType, EngineConfig, RopeConfig
-from jspark.engine import Engine
 from jspark.errors import UserError
 from jspark.loading import load_target
 from jspark.models.decoder import Decoder
 from jspark.models.drafter import Drafter
-from jspark.programs import Programs, ProposeShape, VerifyShape, at_least, use_compilation_cache
-from jspark.propose import Proposal
+from jspark.programs import use_compilation_cache
 from jspark.request import Request, SamplingParams
-from jspark.state import Packet, Slots, StepArgs
-from jspark.step import Pools, Sampling
+from jspark.state import Slots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,104 +81,6 @@ class Models:
     name: str
     target: tuple[Decoder, DecoderConfig]
     drafter: tuple[Drafter, DrafterConfig]
-
-
-class WarmEngine(Engine):
-    """An engine that begins in the middle: caches full of random numbers, requests that need no prefill."""
-
-    def fill(self) -> None:
-        """Random keys and values in both pools; zeros would flatter the time."""
-        self._pools = jax.tree.map(_random_like, self._pools)
-
-    def begin(self, requests: list[Request]) -> None:
-        """Admits `requests` as if their prompts were in the cache."""
-        for request in requests:
-            self.add(request)
-        admitted = self.scheduler.admit(time.perf_counter())
-        assert len(admitted) == len(requests)
-        self._place(admitted)
-        for running in admitted:
-            running.prefilled = len(running.request.prompt) - 1
-
-    def launches(self, context: int, rng: np.random.Generator) -> Launches:
-        """Direct calls of the programs; the engine itself is of no use afterwards, its pools are donated."""
-        pages = at_least(self._page_steps, self.scheduler.allocator.pages_for(context))
-        slots = jax.tree.map(np.asarray, self._slots)
-        return Launches(self.programs, self._pools, slots, self.config.page_size, pages, context, rng)
-
-
-class Launches:
-    """Calls of an engine's programs with random tokens, all rows alike. Pools are donated from call to call.
-
-    context: tokens of every row, the last row of its window included. pages: of the tables that programs see.
-    """
-
-    def __init__(
-        self,
-        programs: Programs,
-        pools: Pools,
-        slots: Slots,
-        page_size: int,
-        pages: int,
-        context: int,
-        rng: np.random.Generator,
-    ):
-        self.programs, self.pages = programs, pages
-        self.rows = rows = slots.anchor.shape[0] - 1
-        self._pools, self._empty, self._rng = pools, slots, rng
-        self._vocab_size = programs.spec.target.vocab_size
-        self._position = context - programs.spec.block_size - 1
-        own = -(-context // page_size)
-        self._table = np.zeros((rows, pages), np.int32)
-        self._table[:, :own] = 1 + np.arange(rows * own).reshape(rows, own)
-
-    def slots(self) -> Slots:
-        """A slot table in the middle of decoding; a verify program uses it up."""
-        n = self._empty.anchor.shape[0]
-        table = replace(
-            self._empty,
-            anchor=self._tokens(n),
-            position=np.full(n, self._position, np.int32),
-            remaining=np.full(n, 1 << 20, np.int32),
-            live=np.ones(n, bool),
-        )
-        return self.programs.place(table)
-
-    def args(self, tokens: int) -> StepArgs:
-        """Arguments of a step whose tier is `tokens`, filled."""
-        rows = self.rows
-        args = StepArgs(
-            slot=jnp.arange(rows, dtype=jnp.int32),
-            decode=jnp.ones(rows, bool),
-            table=jnp.asarray(self._table),
-            budget=jnp.asarray(tokens - rows, jnp.int32),
-            threshold=jnp.zeros((), jnp.float32),
-            min_window=jnp.zeros(rows, jnp.int32),
-            max_window=jnp.full(rows, self.programs.spec.block_size, jnp.int32),
-            prefill=None,
-        )
-        return self.programs.place(args)
-
-    def proposal(self) -> Proposal | None:
-        """A random block with random confidence; None without a drafter."""
-        shape = (self.rows, self.programs.spec.block_size)
-        if not shape[1]:
-            return None
-        confidence = jnp.asarray(self._rng.normal(size=shape), jnp.float32)
-        return self.programs.place(Proposal(jnp.asarray(self._tokens(shape)), confidence, None))
-
-    def propose(self, slots: Slots, args: StepArgs) -> Proposal:
-        """Launches the propose program."""
-        return self.programs.propose(ProposeShape(self.rows, self.pages, Sampling()), self._pools, slots, args)
-
-    def verify(self, tokens: int, slots: Slots, args: StepArgs, proposal: Proposal | None) -> Packet:
-        """Launches the verify program of the tier `tokens`."""
-        shape = VerifyShape(self.rows, self.pages, Sampling(), tokens, proposal is not None, None)
-        self._pools, _, packet = self.programs.verify(shape, self._pools, slots, args, proposal)
-        return packet
-
-    def _tokens(self, shape: int | tuple[int, ...]) -> np.ndarray:
-        return self._rng.integers(self._vocab_size, size=shape, dtype=np.int32)
 
 
 def measure(settings: Settings, mesh: Mesh) -> report.Record:
@@ -379,11 +279,6 @@ def _dispatch(launches: Launches, tokens: int, drafts: bool) -> float:
     return statistics.median(seconds)
 
 
-def _random_like(x: jax.Array) -> jax.Array:
-    make = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=x.sharding)
-    return make(jax.random.key(x.size), x.shape, x.dtype)
-
-
 def show(results: report.Record) -> None:
     """Prints the results."""
     report.show(
@@ -427,11 +322,13 @@ def show(results: report.Record) -> None:
 
 
 def draw(results: report.Record, axes: Axes) -> None:
-    """A bar for every program, its floor inside it."""
+    """Each program's time and its floor, on a log scale: the line between them is the factor."""
     programs = results["programs"]
     labels = [f"{p['program']}\nR {p['rows']}, T {p['tokens']}" for p in programs]
-    axes.barh(labels, [p["ms"] for p in programs], color="#2a6f97", label="measured")
-    axes.barh(labels, [p["floor_ms"] for p in programs], height=0.4, color="#d1495b", label="floor")
+    floors, times = ([p[key] for p in programs] for key in ("floor_ms", "ms"))
+    axes.hlines(labels, floors, times, color="#a9b4c2", linewidth=3)
+    axes.plot(floors, labels, "|", color="#d1495b", markersize=14, markeredgewidth=2, label="floor")
+    axes.plot(times, labels, "o", color="#2a6f97", label="measured")
     axes.set_xscale("log")
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=8)
