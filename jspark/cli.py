@@ -15,6 +15,7 @@ import tyro
 from tyro.conf import subcommand
 
 import jspark
+from jspark.cli_bench import Bench
 from jspark.cli_generate import Generate
 from jspark.cli_info import Info
 from jspark.demo import Demo
@@ -24,6 +25,7 @@ Command = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Info, subcommand("info")]
     | Annotated[Demo, subcommand("demo")]
+    | Annotated[Bench, subcommand("bench")]
 )
 #: Flags without the names of their groups, lists by repetition, no --no-… twins.
 _STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.UseAppendAction, tyro.conf.FlagCreatePairsOff)

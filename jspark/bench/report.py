@@ -1,0 +1,112 @@
+"""What every benchmark leaves behind: a JSON file, a picture beside it, and a table on the screen.
+
+Knows: the facts that belong to a figure (command, versions, date, device). Does not know: what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import Field, fields
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+import jspark
+from jspark.errors import UserError
+
+Record = dict[str, Any]
+
+
+def describe(name: str, command: str, mesh: Mesh) -> Record:
+    """The head of a record about the first device of `mesh`.
+
+    load_average: of the last minute, before anything was measured (cores in use).
+    """
+    device = mesh.devices.flat[0]
+    return {
+        "benchmark": name,
+        "command": command,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {
+            "jspark": jspark.__version__,
+            "python": platform.python_version(),
+            **{package: version(package) for package in ("jax", "jaxlib", "flax", "numpy")},
+        },
+        "device": {
+            "platform": device.platform,
+            "kind": _cpu_name() if device.platform == "cpu" else device.device_kind,
+            "cores": cores(),
+            "load_average": os.getloadavg()[0],
+        },
+    }
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def command_line(words: str, flags: Any) -> str:
+    """The command that gives the dataclass `flags`: `words` and every flag that is not at its default."""
+
+    def given(field: Field) -> bool:
+        return getattr(flags, field.name) != field.default
+
+    parts = words.split()
+    for field in filter(given, fields(flags)):
+        parts += ["--" + field.name.replace("_", "-"), str(getattr(flags, field.name))]
+    return shlex.join(parts)
+
+
+def check_output(path: Path) -> None:
+    """Raises UserError when the record could not be written to `path`, before minutes of measuring."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writable = not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+    except OSError:
+        writable = False
+    if path.suffix != ".json" or not writable:
+        raise UserError(f"{path} cannot be written as a JSON file; choose a name that ends in .json elsewhere")
+
+
+def save(record: Record, path: Path, draw: Callable[[Axes], None]) -> None:
+    """Writes `record` to `path`, and what `draw` draws to the PNG of the same name."""
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    draw(axes)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path.with_suffix(".png"), dpi=150)
+
+
+def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> None:
+    """Prints a table, and under it one line a note."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for i, name in enumerate(header):
+        table.add_column(name, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False)
+    console.print(table)
+    for note in notes:
+        console.print(note, style="dim", markup=False)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,124 @@
+"""An engine in the middle of decoding, and direct calls of its programs, for timing.
+
+Knows: how to do without a prefill, what arguments a program takes when all rows are alike.
+Does not know: clocks, or what is done with the results.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspark.engine import Engine
+from jspark.programs import Programs, ProposeShape, VerifyShape, at_least
+from jspark.propose import Proposal
+from jspark.request import Request
+from jspark.state import Packet, Slots, StepArgs
+from jspark.step import Pools, Sampling
+
+
+class WarmEngine(Engine):
+    """An engine that begins in the middle: caches full of random numbers, requests that need no prefill."""
+
+    def fill(self) -> None:
+        """Random keys and values in both pools; zeros would flatter the time."""
+        self._pools = jax.tree.map(_random_like, self._pools)
+
+    def begin(self, requests: list[Request]) -> None:
+        """Admits `requests` as if their prompts were in the cache."""
+        for request in requests:
+            self.add(request)
+        admitted = self.scheduler.admit(time.perf_counter())
+        assert len(admitted) == len(requests)
+        self._place(admitted)
+        for running in admitted:
+            running.prefilled = len(running.request.prompt) - 1
+
+    def launches(self, context: int, rng: np.random.Generator) -> Launches:
+        """Direct calls of the programs; the engine itself is of no use afterwards, its pools are donated."""
+        pages = at_least(self._page_steps, self.scheduler.allocator.pages_for(context))
+        slots = jax.tree.map(np.asarray, self._slots)
+        return Launches(self.programs, self._pools, slots, self.config.page_size, pages, context, rng)
+
+
+class Launches:
+    """Calls of an engine's programs with random tokens, all rows alike. Pools are donated from call to call.
+
+    context: tokens of every row, the last row of its window included. pages: of the tables that programs see.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        pools: Pools,
+        slots: Slots,
+        page_size: int,
+        pages: int,
+        context: int,
+        rng: np.random.Generator,
+    ):
+        self.programs, self.pages = programs, pages
+        self.rows = rows = slots.anchor.shape[0] - 1
+        self._pools, self._empty, self._rng = pools, slots, rng
+        self._vocab_size = programs.spec.target.vocab_size
+        self._position = context - programs.spec.block_size - 1
+        own = -(-context // page_size)
+        self._table = np.zeros((rows, pages), np.int32)
+        self._table[:, :own] = 1 + np.arange(rows * own).reshape(rows, own)
+
+    def slots(self) -> Slots:
+        """A slot table in the middle of decoding; a verify program uses it up."""
+        n = self._empty.anchor.shape[0]
+        table = replace(
+            self._empty,
+            anchor=self._tokens(n),
+            position=np.full(n, self._position, np.int32),
+            remaining=np.full(n, 1 << 20, np.int32),
+            live=np.ones(n, bool),
+        )
+        return self.programs.place(table)
+
+    def args(self, tokens: int) -> StepArgs:
+        """Arguments of a step whose tier is `tokens`, filled."""
+        rows = self.rows
+        args = StepArgs(
+            slot=jnp.arange(rows, dtype=jnp.int32),
+            decode=jnp.ones(rows, bool),
+            table=jnp.asarray(self._table),
+            budget=jnp.asarray(tokens - rows, jnp.int32),
+            threshold=jnp.zeros((), jnp.float32),
+            min_window=jnp.zeros(rows, jnp.int32),
+            max_window=jnp.full(rows, self.programs.spec.block_size, jnp.int32),
+            prefill=None,
+        )
+        return self.programs.place(args)
+
+    def proposal(self) -> Proposal | None:
+        """A random block with random confidence; None without a drafter."""
+        shape = (self.rows, self.programs.spec.block_size)
+        if not shape[1]:
+            return None
+        confidence = jnp.asarray(self._rng.normal(size=shape), jnp.float32)
+        return self.programs.place(Proposal(jnp.asarray(self._tokens(shape)), confidence, None))
+
+    def propose(self, slots: Slots, args: StepArgs) -> Proposal:
+        """Launches the propose program."""
+        return self.programs.propose(ProposeShape(self.rows, self.pages, Sampling()), self._pools, slots, args)
+
+    def verify(self, tokens: int, slots: Slots, args: StepArgs, proposal: Proposal | None) -> Packet:
+        """Launches the verify program of the tier `tokens`."""
+        shape = VerifyShape(self.rows, self.pages, Sampling(), tokens, proposal is not None, None)
+        self._pools, _, packet = self.programs.verify(shape, self._pools, slots, args, proposal)
+        return packet
+
+    def _tokens(self, shape: int | tuple[int, ...]) -> np.ndarray:
+        return self._rng.integers(self._vocab_size, size=shape, dtype=np.int32)
+
+
+def _random_like(x: jax.Array) -> jax.Array:
+    make = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=x.sharding)
+    return make(jax.random.key(x.size), x.shape, x.dtype)

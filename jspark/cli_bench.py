@@ -1,0 +1,128 @@
+"""`jspark bench`: the benchmarks as commands.
+
+Knows: flags and their defaults. Does not know: how anything is measured (bench/).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import arg, subcommand
+
+from jspark.config import DType
+from jspark.errors import UserError
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """Plain decode on the CPU in float32, beside transformers and the memory's floor."""
+
+    model_path: str = "smollm2-135m"
+    """A Hugging Face folder, a GGUF file, or the built-in model."""
+    reference_python: Annotated[str | None, arg(metavar="PATH", help_behavior_hint="(default: none)")] = None
+    """An interpreter with transformers and torch, to compare with (benchmarks/README.md)."""
+    new_tokens: int = 64
+    """Tokens to generate."""
+    context: int = 64
+    """Tokens of the prompt."""
+    repeats: int = 5
+    """Timed runs of each side, in turns."""
+    output: str = "benchmarks/cpu/plain_decode.json"
+    """The record; a picture is put beside it."""
+
+    def run(self) -> int:
+        """Measures, shows and saves."""
+        import jax
+
+        from jspark.axes import single_device_mesh
+        from jspark.bench import cpu, report
+
+        # A GPU that may be there has no part in this.
+        jax.config.update("jax_platforms", "cpu")
+        output = Path(self.output)
+        report.check_output(output)
+        record = report.describe("cpu", report.command_line("jspark bench cpu", self), single_device_mesh())
+        results = cpu.measure(self.model_path, self.reference_python, self.new_tokens, self.context, self.repeats)
+        record["results"] = results
+        report.save(record, output, lambda axes: cpu.draw(results, axes))
+        cpu.show(results)
+        return 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """Time of the engine's own programs and of a whole step, beside the device's floor."""
+
+    model_path: str = "smollm2-135m"
+    """The target: a Hugging Face folder, a GGUF file, or the built-in model."""
+    shape: Annotated[
+        Literal["qwen3-8b"] | None, arg(metavar="{qwen3-8b}", help_behavior_hint="(default: none)")
+    ] = None
+    """A target of this shape with random weights, instead of a model."""
+    dtype: Annotated[
+        DType | None,
+        arg(metavar="{float32,bfloat16}", help_behavior_hint="(default: float32 on the CPU, bfloat16 elsewhere)"),
+    ] = None
+    """Of weights and KV cache."""
+    rows: Annotated[
+        str | None, arg(metavar="R,R,…", help_behavior_hint="(default: 1,8 on the CPU, 1,64 elsewhere)")
+    ] = None
+    """Requests in a step."""
+    context: Annotated[int, arg(help_behavior_hint="(default: 128 on the CPU, 1024 elsewhere)")] = 0
+    """Tokens each request has, its window included."""
+    block_size: int = 7
+    """Drafted tokens a step, γ."""
+    steps: Annotated[int, arg(help_behavior_hint="(default: 6 on the CPU, 30 elsewhere)")] = 0
+    """Steps in each timed batch."""
+    output: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none, only the table)")] = None
+    """The record, ending in .json; a picture is put beside it."""
+
+    def run(self) -> int:
+        """Measures, shows and saves."""
+        from jspark.axes import single_device_mesh
+        from jspark.bench import report, step
+
+        output = None if self.output is None else Path(self.output)
+        if output is not None:
+            report.check_output(output)
+        mesh = single_device_mesh()
+        cpu = mesh.devices.flat[0].platform == "cpu"
+        settings = step.Settings(
+            model_path=self.model_path,
+            shape=self.shape,
+            dtype=self.dtype or ("float32" if cpu else "bfloat16"),
+            rows=tuple(_numbers(self.rows)) if self.rows else ((1, 8) if cpu else (1, 64)),
+            context=self.context or (128 if cpu else 1024),
+            block_size=self.block_size,
+            steps=self.steps or (6 if cpu else 30),
+        )
+        record = report.describe("step", report.command_line("jspark bench step", self), mesh)
+        results = step.measure(settings, mesh)
+        record["results"] = results
+        if output is not None:
+            report.save(record, output, lambda axes: step.draw(results, axes))
+        step.show(results)
+        return 0
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure speed; every figure comes with the floor that this machine sets."""
+
+    what: (
+        Annotated[Cpu, subcommand("cpu", prefix_name=False)]
+        | Annotated[Step, subcommand("step", prefix_name=False)]
+    )
+
+    def run(self) -> int:
+        """Runs the chosen benchmark."""
+        return self.what.run()
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--rows {text!r} is no list of numbers; write 1,64") from None
