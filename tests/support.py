@@ -23,6 +23,10 @@ from jspark.weights import load_decoder, load_drafter
 GOLDENS = Path(__file__).parent / "goldens"
 
 
+#: float32 products in float32: a GPU would multiply in tf32.
+exact = jax.default_matmul_precision("highest")
+
+
 @cache
 def mesh():
     return axes.single_device_mesh()
@@ -95,6 +99,7 @@ def _logits_program(name: str):
     table = jnp.arange(1, pages, dtype=jnp.int32)[None]
 
     @jax.jit
+    @exact
     def logits(tokens, length):
         batch = pack(
             tokens[None],

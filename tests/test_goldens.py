@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import GOLDENS, Result, arrays, drafter, full_logits, mesh, prompts, run, target
+from support import GOLDENS, Result, arrays, drafter, exact, full_logits, mesh, prompts, run, target
 
 from jspark import kv
 from jspark.batch import pack
@@ -45,9 +45,12 @@ def test_target_hidden_states_and_logits(name):
             verify_tokens=size + 3,
             page_size=4,
         )
-        logits, features, _ = jax.jit(
-            lambda batch, size=size: forward(model, config, pool, batch, logit_rows=size, feature_layers=layers)
-        )(batch)
+        with exact:
+            logits, features, _ = jax.jit(
+                lambda batch, size=size: forward(
+                    model, config, pool, batch, logit_rows=size, feature_layers=layers
+                )
+            )(batch)
         check_close(logits, outputs[f"logits_{i}"])
         hidden = np.asarray(features)[:size].reshape(size, len(layers), -1)
         check_close(hidden.swapaxes(0, 1), outputs[f"hidden_{i}"][:-1])
@@ -75,7 +78,7 @@ class Recorder:
         self.drafter, self.target = drafter(name), target("qwen3_tiny")
         self.programs = engine.programs
         self.report = engine.programs.report
-        self.hidden = jax.jit(self._hidden)
+        self.hidden = jax.jit(exact(self._hidden))
         engine.programs = self  # type: ignore[assignment]
         self.steps: list[dict] = []
 
