@@ -11,7 +11,7 @@ demo: setup
 	$(BIN)/jspark demo $(ARGS)
 
 test: lint types
-	$(BIN)/pytest -n 2 -m "not slow and not gpu" $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 test-slow: setup
 	$(BIN)/pytest -m "slow and not gpu" $(ARGS)

@@ -24,6 +24,8 @@ from jspark.errors import UserError
 from jspark.request import SamplingParams
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from jspark.llm import LLM, Output
 
 QUESTIONS = (
@@ -50,9 +52,15 @@ class Demo:
     """The drafter's folder, or `untrained` for one of random weights."""
     svg: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
     """Also writes what was shown as a picture."""
+    output: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
+    """Also writes the figures as JSON, and their plot beside it."""
 
     def run(self) -> int:
         """Shows the demo; 1 when float32 answers differ."""
+        from jspark.bench import report
+
+        if self.output is not None:
+            report.check_output(Path(self.output))
         console = Console(record=self.svg is not None, highlight=False)
         console.width = min(console.width, 100)
         # On a console of its own: a picture of the session would keep every frame of it.
@@ -76,7 +84,7 @@ class Demo:
             f"{len(hits)} found in the cache, the rest compiled",
             style="dim",
         )
-        outputs = {name: [] for name in arms}
+        outputs: dict[str, list[Output]] = {name: [] for name in arms}
         equal = True
         for question, chat in zip(QUESTIONS, chats, strict=True):
             console.print()
@@ -89,6 +97,20 @@ class Demo:
         console.print(self._verdict(outputs, equal, target.dtype))
         if self.svg is not None:
             _save_svg(console, Path(self.svg))
+        if self.output is not None:
+            record = report.describe("demo", report.command_line("jspark demo", self), target.mesh)
+            record["results"] = {
+                "model": target.name,
+                "dtype": target.dtype,
+                "drafter": self.speculative_draft_model_path,
+                "answers_equal": equal,
+                "load_seconds": loading,
+                "programs": sum(r.programs for r in reports),
+                "programs_from_cache": len(hits),
+                "compile_seconds": sum(r.seconds for r in reports),
+                "arms": {name: _figures(own) for name, own in outputs.items()},
+            }
+            report.save(record, Path(self.output), lambda axes: _draw(outputs, axes))
         return 0 if equal or target.dtype != "float32" else 1
 
     def _load(self) -> tuple[dict[str, LLM], list[list[int]]]:
@@ -220,20 +242,38 @@ def _rate(outputs: list[Output]) -> float:
     return sum(o.completion_tokens - 1 for o in outputs) / max(sum(o.decode_seconds for o in outputs), 1e-9)
 
 
+def _figures(outputs: list[Output]) -> dict[str, Any]:
+    """What is told of an arm: tokens after the first, per step and per second, and the windows of its steps."""
+    steps = sum(o.steps for o in outputs)
+    return {
+        "accept_length": sum(o.completion_tokens - 1 for o in outputs) / steps if steps else None,
+        "tokens_per_second": _rate(outputs),
+        "steps": steps,
+        "window_histogram": [sum(column) for column in zip(*(o.window_histogram for o in outputs), strict=True)],
+        "prefill_ms": sum(o.prefill_seconds for o in outputs) / len(outputs) * 1e3,
+    }
+
+
 def _table(outputs: dict[str, list[Output]]) -> Table:
     table = Table("", "accept length τ", "tokens/s", "steps", "steps by window length", "prefill", box=None)
     for name, own in outputs.items():
-        steps = sum(o.steps for o in own)
-        counts = [sum(column) for column in zip(*(o.window_histogram for o in own), strict=True)]
+        figures = _figures(own)
+        length = figures["accept_length"]
         table.add_row(
             Text(name, "bold"),
-            f"{sum(o.completion_tokens - 1 for o in own) / steps:.2f}" if steps else "–",
-            f"{_rate(own):.1f}",
-            str(steps),
-            ", ".join(f"{length}: {n}" for length, n in enumerate(counts) if n),
-            f"{sum(o.prefill_seconds for o in own) / len(own) * 1e3:.0f} ms",
+            "–" if length is None else f"{length:.2f}",
+            f"{figures['tokens_per_second']:.1f}",
+            str(figures["steps"]),
+            ", ".join(f"{length}: {n}" for length, n in enumerate(figures["window_histogram"]) if n),
+            f"{figures['prefill_ms']:.0f} ms",
         )
     return table
+
+
+def _draw(outputs: dict[str, list[Output]], axes: Axes) -> None:
+    bars = axes.barh(list(outputs), [_rate(own) for own in outputs.values()], color=["#2a9d8f", "#a9b4c2"])
+    axes.bar_label(bars, fmt="%.1f", padding=3)
+    axes.set_xlabel("tokens/s after the first token, one request, greedy")
 
 
 def _save_svg(console: Console, path: Path) -> None:

@@ -92,6 +92,9 @@ class Programs:
         self._vocabulary, self._vocabulary_tree = jax.tree.flatten(vocabulary)
         self._compiled: dict[Any, Callable] = {}
         exact = self._target[0].dtype == jnp.float32
+        gpu = mesh.devices.flat[0].platform != "cpu"
+        # XLA tunes a Triton kernel for every product, minutes a program; cuBLAS has them ready.
+        self._options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False} if gpu else {}
         # float32 means float32: without this a GPU multiplies in tf32.
         self._precision = partial(jax.default_matmul_precision, "highest") if exact else contextlib.nullcontext
 
@@ -143,7 +146,7 @@ class Programs:
             started = time.perf_counter()
             with self._precision():
                 program = jax.jit(function, donate_argnums=donated, out_shardings=placement)
-                compiled = self._compiled[key] = program.lower(*args).compile()
+                compiled = self._compiled[key] = program.lower(*args).compile(self._options)
             seconds = time.perf_counter() - started
             self.report.programs += 1
             self.report.seconds += seconds

@@ -1,4 +1,4 @@
-"""Settings of every test: strict promotion and ranks, two virtual CPU devices, one compilation cache a run."""
+"""Settings of every test: strict promotion and ranks, two virtual CPU devices, a compilation cache of its own."""
 
 import os
 import tempfile
@@ -17,9 +17,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
             "--xla_llvm_disable_expensive_passes=true",
         ]
     )
-# Workers of one run share what they compile; every run starts empty, so a stale cache cannot hide a fault.
-_run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-_cache = Path(tempfile.gettempdir()) / f"jspark-tests-{_run}"
+# Engines of equal shape compile once a worker. Not shared between workers: JAX does not write entries atomically.
+# Every run starts empty, so a stale cache cannot hide a fault.
+_cache = Path(tempfile.mkdtemp(prefix="jspark-tests-"))
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_cache)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
@@ -31,10 +31,9 @@ import pytest
 GOLDENS = Path(__file__).parent / "goldens"
 
 
-def pytest_sessionfinish(session):
-    """Removes the run's compilation cache, from the controlling process only."""
-    if not hasattr(session.config, "workerinput"):
-        shutil.rmtree(_cache, ignore_errors=True)
+def pytest_sessionfinish():
+    """Removes this process's compilation cache."""
+    shutil.rmtree(_cache, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
