@@ -110,7 +110,7 @@ class Demo:
                 "compile_seconds": sum(r.seconds for r in reports),
                 "arms": {name: _figures(own) for name, own in outputs.items()},
             }
-            report.save(record, Path(self.output), lambda axes: _draw(outputs, axes))
+            report.save(record, Path(self.output), lambda axes: draw(record, axes))
         return 0 if equal or target.dtype != "float32" else 1
 
     def _load(self) -> tuple[dict[str, LLM], list[list[int]]]:
@@ -270,10 +270,18 @@ def _table(outputs: dict[str, list[Output]]) -> Table:
     return table
 
 
-def _draw(outputs: dict[str, list[Output]], axes: Axes) -> None:
-    bars = axes.barh(list(outputs), [_rate(own) for own in outputs.values()], color=["#2a9d8f", "#a9b4c2"])
+def draw(record: dict[str, Any], axes: Axes) -> None:
+    """Tokens a second of the arms in a record of this command."""
+    results = record["results"]
+    arms = {name: arm["tokens_per_second"] for name, arm in reversed(results["arms"].items())}
+    bars = axes.barh(list(arms), list(arms.values()), height=0.5, color=["#a9b4c2", "#2a9d8f"])
     axes.bar_label(bars, fmt="%.1f", padding=3)
+    axes.margins(x=0.1)
     axes.set_xlabel("tokens/s after the first token, one request, greedy")
+    axes.set_title(
+        f"{results['model']} in {results['dtype']} on {record['device']['kind']}, {results['drafter']} drafter",
+        loc="left",
+    )
 
 
 def _save_svg(console: Console, path: Path) -> None:

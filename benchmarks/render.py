@@ -1,0 +1,47 @@
+"""Prints the README's tables of figures from the committed records; a test holds the README to its output."""
+
+import json
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def read(name: str) -> dict:
+    """One record."""
+    return json.loads((HERE / name).read_text(encoding="utf-8"))
+
+
+def cpu() -> str:
+    """Plain decoding on the CPU, beside transformers."""
+    record = read("cpu/plain_decode.json")
+    r, device = record["results"], record["device"]
+    ours, theirs, floor = r["jspark"], r["transformers"], r["floor"]
+    return "\n".join(
+        [
+            f"| plain decoding of smollm2-135m, float32, {device['cores']} cores of an {device['kind']} | "
+            "ms a token | tokens/s |",
+            "| --- | --- | --- |",
+            f"| jspark | {ours['ms_per_token']:.1f} | {ours['tokens_per_second']:.1f} |",
+            f"| transformers' `generate`, same run, same tokens | {theirs['ms_per_token']:.1f} | "
+            f"{theirs['tokens_per_second']:.1f} |",
+            f"| floor: reading the weights once a token | {floor['ms_per_token']:.1f} | |",
+        ]
+    )
+
+
+def h200() -> str:
+    """Step times on the H200."""
+    lines = [
+        "| smollm2-135m on one H200, context 1,024, γ 7 | R | T | bfloat16 ms | floor | float32 ms | floor |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    half, full = (read(f"h200/step_smollm2_{d}.json")["results"]["programs"] for d in ("bfloat16", "float32"))
+    for a, b in zip(half, full, strict=True):
+        cells = (a["ms"], a["floor_ms"], b["ms"], b["floor_ms"])
+        figures = " | ".join(f"{x:.2f}" for x in cells)
+        lines.append(f"| {a['program']} | {a['rows']} | {a['tokens']} | {figures} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(cpu(), h200(), sep="\n\n")

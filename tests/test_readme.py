@@ -1,0 +1,58 @@
+"""The README's commands and figures are real."""
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def commands() -> list[str]:
+    """Lines of the shell blocks that call jspark; set-up and `make` are what CI itself runs."""
+    lines = "\n".join(blocks("sh")).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.startswith("jspark ")]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command(command, tmp_path):
+    words = shlex.split(command)
+    done = subprocess.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python(code, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_figures_are_the_committed_ones():
+    spec = importlib.util.spec_from_file_location("render", ROOT / "benchmarks" / "render.py")
+    assert spec
+    assert spec.loader
+    render = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(render)
+    for table in (render.cpu(), render.h200()):
+        assert table in README, f"the README should say:\n{table}"
+
+
+def test_links_and_pictures_exist():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("http") or (ROOT / target).exists(), target
+    assert set(re.findall(r"^make (\w[\w-]*)", "\n".join(blocks("sh")), flags=re.MULTILINE)) == {"demo", "test"}
