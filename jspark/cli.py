@@ -16,6 +16,7 @@ from tyro.conf import subcommand
 
 import jspark
 from jspark.cli_bench import Bench
+from jspark.cli_convert import Convert
 from jspark.cli_generate import Generate
 from jspark.cli_info import Info
 from jspark.demo import Demo
@@ -24,6 +25,7 @@ from jspark.errors import UserError
 Command = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Info, subcommand("info")]
+    | Annotated[Convert, subcommand("convert")]
     | Annotated[Demo, subcommand("demo")]
     | Annotated[Bench, subcommand("bench")]
 )

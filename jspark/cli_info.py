@@ -14,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import Positional, arg
 
+from jspark.flags import AnchorPredicts, yes_or_no
+
 
 @dataclass(frozen=True)
 class Info:
@@ -24,11 +26,14 @@ class Info:
     json: bool = False
     """One JSON object instead of a table."""
 
+    draft_anchor_predicts: AnchorPredicts = None
+    """Whether row 0 of a drafter predicts, for drafters that do not say so themselves."""
+
     def run(self) -> int:
         """Prints the facts."""
         from jspark.checkpoint import describe
 
-        facts = describe(self.checkpoint)
+        facts = describe(self.checkpoint, yes_or_no(self.draft_anchor_predicts))
         if self.json:
             print(json_format.dumps(facts))
             return 0

@@ -64,6 +64,7 @@ class DrafterConfig:
     `block_size` is γ, the number of drafted tokens, in every dialect. A drafter that predicts from the anchor
     row runs γ rows (DSpark); one that does not runs γ + 1 and drops the first (DFlash).
     `target_layer_ids`: layer id l is the output of target layer l, −1 the embedding.
+    `draft_vocab_size`: how many of the target's tokens it can draft; 0: all, and there is no mask.
     """
 
     backbone: DecoderConfig
@@ -76,6 +77,7 @@ class DrafterConfig:
     confidence: Literal["none", "hidden", "hidden+markov"] = "none"
     own_embedding: bool = False
     own_head: bool = False
+    draft_vocab_size: int = 0
     dialect: str = "deepspec"
 
     @property

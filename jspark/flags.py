@@ -7,7 +7,7 @@ that `--help` is quick.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 #: Left to the engine.
 Chosen = Annotated[int, arg(help_behavior_hint="(default: chosen for the device)")]
+#: Only where the drafter leaves it open.
+AnchorPredicts = Annotated[
+    Literal["yes", "no"] | None, arg(metavar="{yes,no}", help_behavior_hint="(default: as the drafter says)")
+]
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class SpeculationFlags:
         str | None, arg(metavar="PATH", help_behavior_hint="(default: none)")
     ] = None
     """The drafter's folder, or `untrained` for one of random weights, which shows only what drafting costs."""
+    draft_anchor_predicts: AnchorPredicts = None
+    """Whether row 0 of the drafter predicts, for drafters that do not say so themselves."""
     speculative_dspark_block_size: Annotated[int, arg(help_behavior_hint="(default: the drafter's)")] = 0
     """Drafted tokens a step, γ."""
     verify_mode: VerifyMode = "compact"
@@ -113,11 +119,17 @@ def open_llm(model_path: str, speculation: SpeculationFlags, engine: EngineFlags
         model_path,
         speculation.speculative_draft_model_path,
         speculation.speculative_algorithm,
+        draft_anchor_predicts=yes_or_no(speculation.draft_anchor_predicts),
         policy=speculation.verify_policy,
         verify_mode=speculation.verify_mode,
         block_size=speculation.speculative_dspark_block_size,
         **asdict(engine),
     )
+
+
+def yes_or_no(answer: Literal["yes", "no"] | None) -> bool | None:
+    """The answer as a truth value; None for no answer."""
+    return None if answer is None else answer == "yes"
 
 
 def token_ids(text: str, flag: str) -> list[int]:

@@ -75,10 +75,11 @@ class LLM:
 
     model: a folder, a GGUF file, a built-in name, or a `Target` that other LLMs share. draft: a drafter's
     folder, or "untrained" for one of random weights. speculative_algorithm: follows from the drafter when not
-    given. dtype: float32 on the CPU and bfloat16 elsewhere when not given. policy: how much of each block is
-    verified, as an object or in the command line's words. seed: of the untrained drafter, and of the requests
-    that bring none. engine: fields of `EngineConfig`, such as verify_mode, block_size, max_running_requests,
-    page_size, max_total_tokens, context_length, chunked_prefill_size.
+    given. draft_anchor_predicts: whether the drafter's row 0 predicts, for checkpoints that do not say so.
+    dtype: float32 on the CPU and bfloat16 elsewhere when not given. policy: how much of each block is verified,
+    as an object or in the command line's words. seed: of the untrained drafter, and of the requests that bring
+    none. engine: fields of `EngineConfig`, such as verify_mode, block_size, max_running_requests, page_size,
+    max_total_tokens, context_length, chunked_prefill_size.
 
     Raises:
         UserError: something cannot be loaded, or the arguments contradict each other.
@@ -90,6 +91,7 @@ class LLM:
         draft: str | None = None,
         speculative_algorithm: Algorithm | None = None,
         *,
+        draft_anchor_predicts: bool | None = None,
         dtype: DType | None = None,
         policy: str | Policy = "full",
         seed: int | None = None,
@@ -104,7 +106,7 @@ class LLM:
             raise UserError(f"verify_mode is {mode!r}; it must be {', '.join(get_args(VerifyMode))}")
         EngineConfig(**engine)  # refuses what is out of range before anything is loaded
         self._policy = parse_policy(policy) if isinstance(policy, str) else policy
-        found = find_drafter(draft, speculative_algorithm)
+        found = find_drafter(draft, speculative_algorithm, draft_anchor_predicts)
         if engine.get("block_size") and found is None:
             raise UserError("a block size was given without a drafter; name a drafter or drop the block size")
         programs.use_compilation_cache()

@@ -80,12 +80,19 @@ class Draft:
     checkpoint: DrafterCheckpoint | None
 
 
-def find_drafter(spec: str | None, algorithm: Algorithm | None) -> Draft | None:
+def find_drafter(
+    spec: str | None, algorithm: Algorithm | None, anchor_predicts: bool | None = None
+) -> Draft | None:
     """The drafter in the folder `spec`, from headers alone, or the untrained one; None without one.
 
-    algorithm: what the user asked for, None for whatever the drafter is. Raises UserError when the two
-    contradict each other.
+    algorithm: what the user asked for, None for whatever the drafter is. anchor_predicts: see `open_drafter`.
+    Raises UserError when they contradict each other.
     """
+    if anchor_predicts is not None and spec in (None, UNTRAINED):
+        raise UserError(
+            "whether the anchor predicts was given without a drafter's folder; name a folder, or drop "
+            "draft_anchor_predicts"
+        )
     if algorithm is not None and algorithm not in get_args(Algorithm):
         raise UserError(f"the algorithm is {algorithm!r}; it must be {', '.join(get_args(Algorithm))}")
     if spec is None:
@@ -98,7 +105,7 @@ def find_drafter(spec: str | None, algorithm: Algorithm | None) -> Draft | None:
         if algorithm == "DFLASH":
             raise UserError("the untrained drafter is a DSpark one; choose DSPARK, or name a DFlash drafter")
         return Draft("DSPARK", None)
-    checkpoint = open_drafter(spec)
+    checkpoint = open_drafter(spec, anchor_predicts)
     possible = algorithms(checkpoint.config)
     if algorithm is not None and algorithm not in possible:
         raise UserError(
@@ -148,10 +155,9 @@ def load_drafter(draft: Draft, target: Target, seed: int = 0) -> tuple[Drafter, 
 
 def algorithms(config: DrafterConfig) -> tuple[Algorithm, ...]:
     """The names that fit a drafter, its own first. DSpark without any head is DFlash in DSpark's layout: both."""
-    if not config.predicts_from_anchor:
-        return ("DFLASH",)
-    headless = config.markov == "none" and config.confidence == "none"
-    return ("DSPARK", "DFLASH") if headless else ("DSPARK",)
+    if config.markov != "none" or config.confidence != "none":
+        return ("DSPARK",)
+    return ("DSPARK", "DFLASH") if config.predicts_from_anchor else ("DFLASH",)
 
 
 def _unicode(text: str) -> str:

@@ -84,6 +84,8 @@ def propose(
     """
     hidden = block_hidden(drafter, vocabulary, config, pool, anchor, position, table, block_size)
     base = vocabulary.head.attend(hidden)
+    if drafter.vocab_mask is not None:
+        base = base + drafter.vocab_mask[...].astype(base.dtype)[None, None, :]
     markov, head = drafter.markov, drafter.confidence
     with_markov = config.confidence == "hidden+markov"
     state = jnp.zeros(()) if markov is None else markov.start(anchor.shape[0])

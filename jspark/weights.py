@@ -98,6 +98,23 @@ def untrained_drafter_config(target: DecoderConfig, *, layers: int = 1, block_si
     )
 
 
+def drafter_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter that a drafter of this configuration has, under its path in a checkpoint."""
+    module = nnx.eval_shape(lambda: Drafter(config, jnp.float32, stacked=False))
+    return {name: variable.shape for name, variable in _paths(module).items()}
+
+
+def parameters(module: nnx.Module) -> Iterator[tuple[str, jax.Array]]:
+    """(path, array) of every parameter, one a layer in either layout: what loading it reads, the other way."""
+    for name, variable in _paths(module).items():
+        value = variable.get_value()
+        if variable.axes and variable.axes[0] == "layers":
+            for i in range(value.shape[0]):
+                yield name.replace("layers.", f"layers.{i}.", 1), value[i]
+        else:
+            yield name, value
+
+
 def _same(ours: jax.Array, theirs: jax.Array) -> bool:
     return ours.shape == theirs.shape and bool(jnp.array_equal(ours, theirs))
 

@@ -45,6 +45,8 @@ def drafter(c: DrafterConfig) -> Shapes:
         shapes["embed.embedding"] = (v, h)
     if c.own_head:
         shapes["head.kernel"] = (h, v)
+    if c.draft_vocab_size:
+        shapes["vocab_mask"] = (v,)
     if c.markov != "none":
         shapes |= {"markov.w1": (v, r), "markov.w2": (r, v)}
     if c.markov == "gated":

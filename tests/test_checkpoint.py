@@ -392,7 +392,7 @@ def test_configurations_that_are_refused(copy, changes, word):
             {"dflash_config": {"mask_token_id": 1}, "num_target_layers": None},
             "num_target_layers",
         ),
-        ("dflash_qwen3_tiny", {"dflash_config": {"projector_type": "dspark"}}, "z-lab's DFlashDraftModel"),
+        ("dflash_qwen3_tiny", {"dflash_config": {"projector_type": "domino"}}, "z-lab's DFlashDraftModel"),
     ],
 )
 def test_drafter_configurations_that_are_refused(copy, name, changes, word):

@@ -14,10 +14,17 @@ from pathlib import Path
 import numpy as np
 
 from jspark.checkpoint import builtin, gguf_config, gguf_vocabulary, hf_config
-from jspark.checkpoint.drafters import drafter_config, find_dialect, looks_like_drafter, unknown_dialect
+from jspark.checkpoint.draft_vocabulary import full_vocabulary
+from jspark.checkpoint.drafters import (
+    find_dialect,
+    looks_like_drafter,
+    read_drafter,
+    unknown_dialect,
+    with_tensors,
+)
 from jspark.checkpoint.gguf_file import GGUFFile
 from jspark.checkpoint.safetensors_files import SafetensorsFolder, read_json
-from jspark.checkpoint.settings import Settings
+from jspark.checkpoint.settings import MAX_LAYERS, Settings
 from jspark.checkpoint.source import (
     DECODER_RULES,
     TRANSPOSE,
@@ -88,12 +95,13 @@ class TargetCheckpoint:
 
 @dataclass(frozen=True)
 class DrafterCheckpoint:
-    """A drafter on disk."""
+    """A drafter on disk. `target_layers`: how many its target has; 0 where the file does not say."""
 
     config: DrafterConfig
     name: str
     path: Path
     tensors: Tensors
+    target_layers: int
 
     def parameters(self, expected: Mapping[str, Shape]) -> Iterator[tuple[str, np.ndarray]]:
         """See `Tensors.parameters`."""
@@ -135,8 +143,12 @@ def open_target(spec: str) -> TargetCheckpoint:
     )
 
 
-def open_drafter(spec: str) -> DrafterCheckpoint:
-    """The drafter in the folder `spec`. Reads headers only. Raises UserError."""
+def open_drafter(spec: str, anchor_predicts: bool | None = None) -> DrafterCheckpoint:
+    """The drafter in the folder `spec`. Reads headers, and the map of a reduced vocabulary.
+
+    anchor_predicts: whether row 0 (the anchor) predicts, for checkpoints that do not say so themselves. Raises
+    UserError, also where the checkpoint says otherwise or nobody does.
+    """
     path = _existing(spec)
     if path.is_file():
         raise UserError(f"{path} is a file; a drafter is a folder with config.json and model.safetensors")
@@ -146,14 +158,18 @@ def open_drafter(spec: str) -> DrafterCheckpoint:
         if set(hf_config.architectures(config)) & set(hf_config.TARGETS) and not looks_like_drafter(config):
             raise UserError(f"{path} is a target, not a drafter; pass it as the model instead")
         raise unknown_dialect(config)
-    tensors = _tensors(SafetensorsFolder(path), dialect.rules, str(path))
-    drafter = drafter_config(config, dialect, tensors.found.keys())
+    drafter = read_drafter(config, dialect, anchor_predicts)
+    source, draft_vocab_size = full_vocabulary(SafetensorsFolder(path), config, drafter.backbone.vocab_size)
+    tensors = _tensors(source, dialect.rules, str(path))
+    tensors = replace(tensors, unknown=tuple(n for n in tensors.unknown if not dialect.ignored.fullmatch(n)))
+    drafter = with_tensors(drafter, tensors.found.keys(), draft_vocab_size)
     if drafter.own_embedding and not drafter.own_head and drafter.backbone.tie_embeddings:
         # A tied drafter with an embedding of its own has its head there too.
         head = Located("head.kernel", tensors.found["embed.embedding"].name, TRANSPOSE)
         tensors = replace(tensors, found={**tensors.found, head.path: head})
         drafter = replace(drafter, own_head=True)
-    return DrafterCheckpoint(drafter, path.resolve().name, path, tensors)
+    target_layers = config.integer("num_target_layers", 0, low=0, high=MAX_LAYERS)
+    return DrafterCheckpoint(drafter, path.resolve().name, path, tensors, target_layers)
 
 
 def is_drafter(spec: str) -> bool:

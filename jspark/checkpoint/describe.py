@@ -21,12 +21,12 @@ from jspark.checkpoint.checkpoint import (
 from jspark.config import DecoderConfig, RopeConfig
 
 
-def describe(spec: str) -> dict[str, Any]:
+def describe(spec: str, anchor_predicts: bool | None = None) -> dict[str, Any]:
     """Facts of the target or drafter that `spec` names, from headers alone: str, numbers, lists, dicts.
 
-    Raises UserError as `open_target` and `open_drafter` do.
+    anchor_predicts: see `open_drafter`. Raises UserError as `open_target` and `open_drafter` do.
     """
-    return _drafter(open_drafter(spec)) if is_drafter(spec) else _target(open_target(spec))
+    return _drafter(open_drafter(spec, anchor_predicts)) if is_drafter(spec) else _target(open_target(spec))
 
 
 def _target(target: TargetCheckpoint) -> dict[str, Any]:
@@ -57,6 +57,7 @@ def _drafter(drafter: DrafterCheckpoint) -> dict[str, Any]:
         **_contents(drafter.tensors),
         "block_size": config.block_size,
         "predicts_from_anchor": config.predicts_from_anchor,
+        "draft_vocab_size": config.draft_vocab_size or config.backbone.vocab_size,
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),
         "markov": config.markov,

@@ -1,16 +1,20 @@
 """Drafter folders: a registry of dialects, each a recogniser, a reader of config.json and a table of names.
 
-Knows: DeepSpec's DSpark and z-lab's DFlash. Does not know: targets, or how a drafter computes.
+Knows: the DSpark of DeepSpec and SpecForge, z-lab's DFlash, both in the form of speculators; which of them
+predict from the anchor row. Does not know: targets, or how a drafter computes.
 Adding a dialect is one more entry in `DIALECTS`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
+from typing import Literal
 
+from jspark.checkpoint.draft_vocabulary import MASK
 from jspark.checkpoint.hf_config import architectures, decoder_config
-from jspark.checkpoint.settings import Settings
+from jspark.checkpoint.settings import MAX_LAYERS, Settings
 from jspark.checkpoint.source import DECODER_RULES, TRANSPOSE, Rule, linear_rules, rule
 from jspark.config import DrafterConfig
 from jspark.errors import UserError
@@ -18,75 +22,175 @@ from jspark.errors import UserError
 _MAX_BLOCK = 1 << 10
 _MAX_LAYER_ID = 1 << 10
 _PREFIX = r"(?:model\.)?"
+_HEAD_PREFIX = r"(?:model\.|logit_head\.)?"
 
 
 def _backbone_rules() -> Iterator[Rule]:
     yield rule(_PREFIX + r"fc\.weight", "fc.kernel", TRANSPOSE)
     yield rule(_PREFIX + r"hidden_norm\.weight", "hidden_norm.scale")
+    yield rule(MASK, "vocab_mask")
     yield from DECODER_RULES
 
 
 def _head_rules() -> Iterator[Rule]:
-    yield rule(_PREFIX + r"markov_head\.markov_w1\.weight", "markov.w1")
-    yield rule(_PREFIX + r"markov_head\.markov_w2\.weight", "markov.w2", TRANSPOSE)
-    yield from linear_rules(_PREFIX + r"markov_head\.gate_proj", "markov.gate")
-    yield from linear_rules(_PREFIX + r"markov_head\.joint_proj", "markov.joint")
-    yield from linear_rules(_PREFIX + r"confidence_head\.proj", "confidence")
+    yield rule(_HEAD_PREFIX + r"markov_head\.markov_w1\.weight", "markov.w1")
+    yield rule(_HEAD_PREFIX + r"markov_head\.markov_w2\.weight", "markov.w2", TRANSPOSE)
+    yield from linear_rules(_HEAD_PREFIX + r"markov_head\.gate_proj", "markov.gate")
+    yield from linear_rules(_HEAD_PREFIX + r"markov_head\.joint_proj", "markov.joint")
+    yield from linear_rules(_HEAD_PREFIX + r"confidence_head\.proj", "confidence")
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """One way of writing a drafter down. `read` leaves own_embedding and own_head to `drafter_config`."""
+    """One way of writing a drafter down.
+
+    `read(config, anchor_predicts)` leaves what depends on the tensors to `with_tensors`. `ignored` are tensors
+    of the target that some writers leave in the file.
+    """
 
     name: str
     example: str
     matches: Callable[[Settings], bool]
-    read: Callable[[Settings], DrafterConfig]
+    read: Callable[[Settings, bool | None], DrafterConfig]
     rules: tuple[Rule, ...]
+    ignored: re.Pattern[str] = re.compile(r"(?!)")
 
 
-def _read_deepspec(config: Settings) -> DrafterConfig:
+def _read_deepspec(config: Settings, asked: bool | None) -> DrafterConfig:
     """Flat keys; γ = block_size, row 0 (the anchor) already predicts."""
-    rank = config.integer("markov_rank", 0, low=0)
-    kind = config.text("markov_head_type", "vanilla") if rank else "none"
-    if kind not in ("none", "vanilla", "gated", "rnn"):
-        raise config.bad("markov_head_type", "vanilla, gated or rnn")
-    confidence = "none"
-    if config.flag("enable_confidence_head", False):
-        confidence = "hidden+markov" if config.flag("confidence_head_with_markov", False) else "hidden"
-    if confidence == "hidden+markov" and kind == "none":
-        raise config.bad("confidence_head_with_markov", "false where markov_rank is 0")
-    return DrafterConfig(
-        backbone=decoder_config(config, "qwen3"),
-        block_size=config.integer("block_size", high=_MAX_BLOCK),
-        mask_token_id=config.integer("mask_token_id", low=0),
-        target_layer_ids=_layer_ids(config),
-        predicts_from_anchor=True,
-        markov=kind,
-        markov_rank=rank,
-        confidence=confidence,
-        dialect="deepspec",
-    )
+    return _drafter(config, config, "deepspec", _anchor(config, asked, True), _heads(config))
 
 
-def _read_dflash(config: Settings) -> DrafterConfig:
+def _read_specforge(config: Settings, asked: bool | None) -> DrafterConfig:
+    """`dflash_config` or the same keys on the top level; otherwise as DeepSpec."""
+    inner = _with_section(config, "dflash_config")
+    _refuse_variants(inner)
+    anchor = _anchor(inner, asked, True)
+    return _drafter(config, inner, "specforge", anchor, _heads(inner, with_markov=True))
+
+
+def _read_dflash(config: Settings, asked: bool | None) -> DrafterConfig:
     """`dflash_config` or the same keys on the top level; block_size counts the anchor."""
-    nested = config.section("dflash_config")
-    inner = Settings({**config.values, **_present(nested)}, config.origin)
-    backbone = decoder_config(config, "qwen3")
+    inner = _with_section(config, "dflash_config")
+    _refuse_variants(inner)
+    if inner.flag("shift_label", False):
+        raise inner.bad("shift_label", "false in a drafter without a head")
     ids = (
         _layer_ids(inner)
         if inner.get("target_layer_ids")
-        else default_layer_ids(inner.integer("num_target_layers", low=4, high=_MAX_LAYER_ID), backbone.num_layers)
+        else default_layer_ids(
+            inner.integer("num_target_layers", low=4, high=_MAX_LAYER_ID),
+            config.integer("num_hidden_layers", high=MAX_LAYERS),
+        )
     )
+    return _drafter(config, inner, "z-lab", _anchor(inner, asked, False), _NO_HEADS, ids)
+
+
+def _read_speculators(config: Settings, asked: bool | None) -> DrafterConfig:
+    """The backbone is in transformer_layer_config; layer ids count the embedding, so they are ours + 1."""
+    kind = config.text("speculators_model_type")
+    inner = config.section("speculators_config")
+    if inner and inner.text("algorithm", kind) != kind:
+        raise inner.bad("algorithm", f"{kind!r}, as speculators_model_type says")
+    if config.text("projector_type", "dflash") != "dflash":
+        raise config.bad("projector_type", "dflash")
+    layers = config.section("transformer_layer_config")
+    if layers is None:
+        raise config.bad("transformer_layer_config", "an object")
+    if kind == "dspark":
+        anchor = _anchor(config, asked, None)
+        heads = _heads(config, rank=256, confident=True, with_markov=True)
+    else:
+        # Files from before the key was there are all of the kind that does not predict.
+        anchor, heads = _anchor(config, asked, False if asked is None else asked), _NO_HEADS
+    ids = _layer_ids(config, "aux_hidden_state_layer_ids", 0)
+    return _drafter(layers, config, "speculators", anchor, heads, tuple(i - 1 for i in ids))
+
+
+@dataclass(frozen=True)
+class _Heads:
+    markov: Literal["none", "vanilla", "gated", "rnn"] = "none"
+    rank: int = 0
+    confidence: Literal["none", "hidden", "hidden+markov"] = "none"
+
+
+_NO_HEADS = _Heads()
+
+
+def _heads(config: Settings, rank: int = 0, confident: bool = False, with_markov: bool = False) -> _Heads:
+    """The heads in the keys that all DSpark dialects share; the other arguments are for absent keys."""
+    rank = config.integer("markov_rank", rank, low=0)
+    kind = config.text("markov_head_type", "vanilla") if rank else "none"
+    if kind not in ("none", "vanilla", "gated", "rnn"):
+        raise config.bad("markov_head_type", "vanilla, gated or rnn")
+    if not config.flag("enable_confidence_head", confident):
+        return _Heads(kind, rank)
+    if not config.flag("confidence_head_with_markov", with_markov):
+        return _Heads(kind, rank, "hidden")
+    if kind == "none":
+        raise config.bad("confidence_head_with_markov", "false where markov_rank is 0")
+    return _Heads(kind, rank, "hidden+markov")
+
+
+def _anchor(config: Settings, asked: bool | None, convention: bool | None) -> bool:
+    """Whether row 0 predicts: sample_from_anchor, else the dialect's convention, else what the user said."""
+    stated = convention if config.get("sample_from_anchor") is None else config.flag("sample_from_anchor")
+    if stated is None:
+        stated = asked
+    if stated is None:
+        raise UserError(
+            f"{config.origin}: sample_from_anchor is missing, and such drafters were made both with and without "
+            "a prediction from the anchor; pass --draft-anchor-predicts yes|no, whichever it was trained with"
+        )
+    if asked not in (None, stated):
+        raise UserError(
+            f"{config.origin}: this drafter {'predicts' if stated else 'does not predict'} from the anchor, "
+            f"against --draft-anchor-predicts {'yes' if asked else 'no'}; drop the flag"
+        )
+    return stated
+
+
+def _drafter(
+    backbone: Settings,
+    config: Settings,
+    dialect: str,
+    anchor: bool,
+    heads: _Heads,
+    ids: tuple[int, ...] | None = None,
+) -> DrafterConfig:
+    """What all dialects have in common. block_size counts rows, of which the anchor's may not predict."""
+    if heads.markov == "rnn" and not anchor:
+        # Its state would have to take in the anchor's row, whose prediction is dropped.
+        raise config.bad("markov_head_type", "vanilla or gated in a drafter that does not predict from the anchor")
+    unused = 0 if anchor else 1
     return DrafterConfig(
-        backbone=backbone,
-        block_size=inner.integer("block_size", low=2, high=_MAX_BLOCK) - 1,
-        mask_token_id=inner.integer("mask_token_id", low=0),
-        target_layer_ids=ids,
-        predicts_from_anchor=False,
-        dialect="z-lab",
+        backbone=decoder_config(backbone, "qwen3"),
+        block_size=config.integer("block_size", low=1 + unused, high=_MAX_BLOCK) - unused,
+        mask_token_id=config.integer("mask_token_id", low=0),
+        target_layer_ids=_layer_ids(config) if ids is None else ids,
+        predicts_from_anchor=anchor,
+        markov=heads.markov,
+        markov_rank=heads.rank,
+        confidence=heads.confidence,
+        dialect=dialect,
     )
+
+
+def _refuse_variants(config: Settings) -> None:
+    """UserError for drafters of the same name whose attention is another."""
+    if config.flag("is_causal", False):
+        raise config.bad("is_causal", "false: blocks with causal attention are not supported")
+    modes = config.get("attention_modes") or [config.get("attention_mode")]
+    if not isinstance(modes, list) or any(mode not in (None, "gqa", "mha") for mode in modes):
+        key = "attention_modes" if config.get("attention_modes") else "attention_mode"
+        raise config.bad(key, "gqa or mha")
+
+
+def _with_section(config: Settings, key: str) -> Settings:
+    """`config` with the keys of one of its objects on the top level, where they win."""
+    section = config.section(key)
+    own = {k: v for k, v in section.values.items() if v is not None} if section else {}
+    return Settings({**config.values, **own}, config.origin)
 
 
 def default_layer_ids(target_layers: int, draft_layers: int) -> tuple[int, ...]:
@@ -97,37 +201,54 @@ def default_layer_ids(target_layers: int, draft_layers: int) -> tuple[int, ...]:
     return tuple(round(1 + i * span / (draft_layers - 1)) for i in range(draft_layers))
 
 
-def _present(section: Settings | None) -> dict[str, object]:
-    return {k: v for k, v in section.values.items() if v is not None} if section else {}
-
-
-def _layer_ids(config: Settings) -> tuple[int, ...]:
-    ids = config.integers("target_layer_ids", -1, _MAX_LAYER_ID)
+def _layer_ids(config: Settings, key: str = "target_layer_ids", low: int = -1) -> tuple[int, ...]:
+    ids = config.integers(key, low, _MAX_LAYER_ID)
     if not ids:
-        raise config.bad("target_layer_ids", "a list of target layers")
+        raise config.bad(key, "a list of target layers")
     return ids
 
 
-def _is_dflash(config: Settings) -> bool:
-    nested = config.values.get("dflash_config")
-    projector = nested.get("projector_type") if isinstance(nested, dict) else None
-    return "DFlashDraftModel" in architectures(config) and projector in (None, "dflash")
+def _projector(config: Settings) -> object:
+    nested = config.get("dflash_config")
+    return nested.get("projector_type") if isinstance(nested, dict) else None
 
+
+def _is_speculators(config: Settings) -> bool:
+    return config.get("speculators_model_type") in ("dspark", "dflash")
+
+
+def _is_deepspec(config: Settings) -> bool:
+    return config.get("speculators_model_type") is None and "Qwen3DSparkModel" in architectures(config)
+
+
+def _is_specforge(config: Settings) -> bool:
+    """Its DSpark under its own name, or under DFlash's with the projector of DSpark."""
+    if config.get("speculators_model_type") is not None:
+        return False
+    names, projector = architectures(config), _projector(config)
+    own = "DSparkDraftModel" in names and projector in (None, "dspark")
+    return own or ("DFlashDraftModel" in names and projector == "dspark")
+
+
+def _is_dflash(config: Settings) -> bool:
+    if config.get("speculators_model_type") is not None:
+        return False
+    return "DFlashDraftModel" in architectures(config) and _projector(config) in (None, "dflash")
+
+
+_DSPARK_RULES = (*_backbone_rules(), *_head_rules())
 
 DIALECTS: tuple[Dialect, ...] = (
+    Dialect("deepspec", "DeepSpec's Qwen3DSparkModel", _is_deepspec, _read_deepspec, _DSPARK_RULES),
+    Dialect("specforge", "SpecForge's DSparkDraftModel", _is_specforge, _read_specforge, _DSPARK_RULES),
+    Dialect("z-lab", "z-lab's DFlashDraftModel", _is_dflash, _read_dflash, tuple(_backbone_rules())),
     Dialect(
-        "deepspec",
-        "DeepSpec's Qwen3DSparkModel",
-        lambda config: "Qwen3DSparkModel" in architectures(config),
-        _read_deepspec,
-        (*_backbone_rules(), *_head_rules()),
-    ),
-    Dialect(
-        "z-lab",
-        "z-lab's DFlashDraftModel",
-        _is_dflash,
-        _read_dflash,
-        tuple(_backbone_rules()),
+        "speculators",
+        "speculators' dspark and dflash",
+        _is_speculators,
+        _read_speculators,
+        _DSPARK_RULES,
+        ignored=re.compile(r"(?:model\.)?verifier_.*"),
     ),
 )
 
@@ -154,13 +275,29 @@ def looks_like_drafter(config: Settings) -> bool:
 def unknown_dialect(config: Settings) -> UserError:
     """The error for a config.json that no dialect recognises."""
     seen = ", ".join(architectures(config)) or f"model_type {config.get('model_type')!r}"
-    known = " and ".join(d.example for d in DIALECTS)
+    for key, value in (
+        ("speculators_model_type", config.get("speculators_model_type")),
+        ("projector_type", _projector(config)),
+    ):
+        if value is not None:
+            seen += f" with {key} {value!r}"
+    known = ", ".join(d.example for d in DIALECTS[:-1]) + " and " + DIALECTS[-1].example
     return UserError(f"{config.origin}: {seen} is not a drafter dialect that can be read; supported are {known}")
 
 
-def drafter_config(config: Settings, dialect: Dialect, paths: Set[str]) -> DrafterConfig:
-    """The drafter in `config`; `paths` are the parameters that its file holds."""
-    drafter = dialect.read(config)
+def read_drafter(config: Settings, dialect: Dialect, anchor_predicts: bool | None) -> DrafterConfig:
+    """The drafter in `config`, without what only its tensors tell."""
+    drafter = dialect.read(config, anchor_predicts)
     if drafter.mask_token_id >= drafter.backbone.vocab_size:
         raise config.bad("mask_token_id", f"below the vocabulary size of {drafter.backbone.vocab_size}")
-    return replace(drafter, own_embedding="embed.embedding" in paths, own_head="head.kernel" in paths)
+    return drafter
+
+
+def with_tensors(drafter: DrafterConfig, paths: Set[str], draft_vocab_size: int) -> DrafterConfig:
+    """`drafter` with what it has of its own, given the parameters that its file holds."""
+    return replace(
+        drafter,
+        own_embedding="embed.embedding" in paths,
+        own_head="head.kernel" in paths,
+        draft_vocab_size=draft_vocab_size,
+    )

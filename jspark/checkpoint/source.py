@@ -76,7 +76,8 @@ def rule(pattern: str, path: str, transform: Transform = KEEP) -> Rule:
     return Rule(re.compile(pattern), path, transform)
 
 
-_LINEARS = {
+#: Linear layers and norms of a layer in Hugging Face's naming, and in ours.
+LINEARS = {
     "self_attn.q_proj": "attn.q",
     "self_attn.k_proj": "attn.k",
     "self_attn.v_proj": "attn.v",
@@ -85,7 +86,7 @@ _LINEARS = {
     "mlp.up_proj": "mlp.up",
     "mlp.down_proj": "mlp.down",
 }
-_NORMS = {
+NORMS = {
     "input_layernorm": "input_norm",
     "post_attention_layernorm": "post_norm",
     "self_attn.q_norm": "attn.q_norm",
@@ -106,9 +107,9 @@ def _decoder_rules() -> Iterator[Rule]:
     yield rule(r"(?:model\.)?embed_tokens\.weight", "embed.embedding")
     yield rule(r"(?:model\.)?norm\.weight", "norm.scale")
     yield rule(r"(?:model\.)?lm_head\.weight", "head.kernel", TRANSPOSE)
-    for theirs, ours in _LINEARS.items():
+    for theirs, ours in LINEARS.items():
         yield from linear_rules(layer + re.escape(theirs), r"layers.\1." + ours)
-    for theirs, ours in _NORMS.items():
+    for theirs, ours in NORMS.items():
         yield rule(layer + re.escape(theirs) + r"\.weight", r"layers.\1." + ours + ".scale")
 
 

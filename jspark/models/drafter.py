@@ -28,6 +28,8 @@ class Drafter(nnx.Module):
         self.norm = RMSNorm(make, h, b.rms_norm_eps)
         self.embed = Embed(make, b.vocab_size, h) if config.own_embedding else None
         self.head = Head(make, h, b.vocab_size) if config.own_head else None
+        #: 0 where a token can be drafted, −inf elsewhere; added to the logits.
+        self.vocab_mask = make((b.vocab_size,), ("vocab",)) if config.draft_vocab_size else None
         rank, kind = config.markov_rank, config.markov
         self.markov = MarkovHead(make, kind, b.vocab_size, h, rank) if kind != "none" else None
         seen = rank if config.confidence == "hidden+markov" else 0
