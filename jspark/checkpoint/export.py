@@ -16,6 +16,7 @@ from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jspark import weights
@@ -186,7 +187,9 @@ def _name(path: str) -> tuple[str, bool]:
 def _check_free(folder: Path, overwrite: bool) -> None:
     """UserError unless `folder` is absent, empty, or a drafter's and nothing else's with leave to replace it."""
     try:
-        held = {p.name for p in folder.iterdir()} if folder.exists() else set()
+        held = {p.name for p in folder.iterdir()}
+    except FileNotFoundError:
+        held = set()
     except (OSError, ValueError) as e:
         raise UserError(f"{folder} cannot be written to ({_why(e)}); name another folder") from None
     if held and not overwrite:
@@ -205,13 +208,24 @@ def _write(folder: Path, values: dict[str, Any], tensors: dict[str, np.ndarray])
             made.mkdir()
             save_file(tensors, made / _WEIGHTS, metadata={"format": "pt"})
             (made / _CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-            if folder.exists():
-                folder.rename(Path(staging) / "old")
-            made.rename(folder)
-    except OSError as e:
+            # safetensors makes it for this user alone.
+            (made / _WEIGHTS).chmod((made / _CONFIG).stat().st_mode)
+            _replace(folder, made, Path(staging) / "old")
+    except (OSError, SafetensorError) as e:
         raise UserError(
             f"{folder} cannot be written ({_why(e)}); name another folder or free some space"
         ) from None
+
+
+def _replace(folder: Path, made: Path, old: Path) -> None:
+    if folder.exists():
+        folder.rename(old)
+    try:
+        made.rename(folder)
+    except BaseException:
+        if old.exists():
+            old.rename(folder)
+        raise
 
 
 def _why(e: Exception) -> object:
