@@ -143,7 +143,7 @@ def rope_angles(config: dict, length: int) -> tuple[np.ndarray, float]:
     dim = config["head_dim"]
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = scaling.get("rope_theta") or config.get("rope_theta", 10_000.0)
-    factor, original = scaling.get("factor", 1.0), scaling.get("original_max_position_embeddings")
+    factor, original = scaling.get("factor", 1.0), scaling.get("original_max_position_embeddings", 0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     speeds, magnitude = [], 1.0
     for pair in range(dim // 2):
