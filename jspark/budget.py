@@ -71,7 +71,7 @@ class CostTable:
             raw = json.loads(text)
             draft, verify = ({int(k): float(v) for k, v in raw[name].items()} for name in ("draft", "verify"))
             context = float(raw.get("context", 0.0))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise UserError(
                 'a cost table is JSON of the form {"draft": {rows: seconds}, "verify": {tokens: seconds}, '
                 f'"context": seconds}}, which this text is not ({type(error).__name__}: {error})'
@@ -226,7 +226,7 @@ def parse_policy(text: str) -> Policy:
     if name == "argmax" and value:
         try:
             table = Path(value).read_text()
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path with a zero byte
             raise UserError(f"the cost table {value} cannot be read ({error}); pass a file that exists") from None
         return GlobalArgmax(CostTable.from_json(table))
     raise UserError(

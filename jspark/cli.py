@@ -6,6 +6,7 @@ dataclass whose fields are its flags, in a module of its own, with `run()` retur
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,12 @@ _STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.UseAppendAction, tyro.conf.FlagCr
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 2 for bad input, 130 after Ctrl-C, 141 when nobody reads."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout is None:
+        print("jspark: error: standard output is closed; open it, or send it to /dev/null", file=sys.stderr)
+        return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A character that the terminal's encoding lacks must not end an answer.
+        sys.stdout.reconfigure(errors="backslashreplace")
     if args == ["--version"]:
         print(f"jspark {jspark.__version__}")
         return 0
@@ -49,7 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # What is still buffered would be written at exit, to the same closed pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except OSError as e:
+        print(
+            f"jspark: error: reading or writing failed ({e}); check the place and its free space", file=sys.stderr
+        )
+        _drop_output()
+        return 2
     return code
+
+
+def _drop_output() -> None:
+    """What is still buffered would be written at exit, and fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

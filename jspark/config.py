@@ -16,6 +16,10 @@ DType = Literal["float32", "bfloat16"]
 VerifyMode = Literal["static", "compact", "cap-accept"]
 
 
+#: Request slots at most: far above what a device serves, low enough that their tables fit the host's memory.
+MAX_SLOTS = 1 << 14
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding, half-split layout; the fields beyond `theta` belong to one `kind` each."""
@@ -135,6 +139,13 @@ class EngineConfig:
     overlap: bool | None = None
 
     def __post_init__(self) -> None:
+        sizes = ("max_running_requests", "page_size", "max_total_tokens", "context_length")
+        for name in (*sizes, "chunked_prefill_size", "block_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise UserError(f"{name} is {value!r}; it must be a whole number")
+        if self.max_running_requests > MAX_SLOTS:
+            raise UserError(f"max_running_requests is {self.max_running_requests}; it must be at most {MAX_SLOTS}")
         for name in ("max_running_requests", "max_total_tokens", "context_length", "block_size"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be 0 (choose for me) or positive")
@@ -142,6 +153,7 @@ class EngineConfig:
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("row_buckets", "token_tiers"):
-            ladder = getattr(self, name)
-            if list(ladder) != sorted(set(ladder)) or any(x < 1 for x in ladder):
-                raise UserError(f"{name} {list(ladder)} must be positive numbers in increasing order")
+            steps = getattr(self, name)
+            whole = isinstance(steps, tuple | list) and all(type(x) is int and x > 0 for x in steps)
+            if not whole or list(steps) != sorted(set(steps)):
+                raise UserError(f"{name} is {steps!r}; it must be positive whole numbers in increasing order")

@@ -7,6 +7,7 @@ Does not know: text, HTTP, model internals; the arithmetic of a step is in step.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections import deque
@@ -77,6 +78,8 @@ class Engine:
             page_size=config.page_size,
         )
         self.config = config = sized(config, spec, self.mesh)
+        if sts is not None and not all(0 < t < math.inf for t in sts):
+            raise UserError("the calibration's temperatures must be positive numbers; calibrate again")
         if sts is not None and len(sts) != self.block_size:
             raise UserError(
                 f"the calibration has {len(sts)} temperatures and the block has {self.block_size} tokens; "
@@ -300,15 +303,15 @@ class Engine:
         chunks = work.chunks
         if not chunks:
             return None, None
-        total = at_least(self._chunk_steps, sum(c.stop - c.start for c in chunks))
-        tile = min(TILE, total)
+        sizes = [c.stop - c.start for c in chunks]
+        tile = min(TILE, self._chunk_steps[-1])
+        needed = sum(-(-size // tile) for size in sizes)
+        # Many short prompts need more tiles than their tokens alone would.
+        total = next(s for s in self._chunk_steps if s >= sum(sizes) and 2 * -(-s // tile) >= needed)
         tiles = 2 * -(-total // tile)
         if len(chunks) == 1 and total > tile:
             # One prompt: its pages are gathered once, not once a tile.
             tiles, tile = 1, total
-        elif sum(-(-(c.stop - c.start) // tile) for c in chunks) > tiles:
-            total = self._chunk_steps[-1]
-            tiles = 2 * -(-total // tile)
         row_of = {id(r): i for i, r in enumerate(work.rows)}
         tokens = np.zeros(total, np.int32)
         positions = np.zeros(total, np.int32)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg
 
+from jspark.calibration import read_temperatures
 from jspark.config import Algorithm, DType, EngineConfig, VerifyMode
 from jspark.errors import UserError
 from jspark.request import Sampler, SamplingParams
@@ -43,6 +44,10 @@ class SpeculationFlags:
     """Whether row 0 of the drafter predicts, for drafters that do not say so themselves."""
     speculative_dspark_block_size: Annotated[int, arg(help_behavior_hint="(default: the drafter's)")] = 0
     """Drafted tokens a step, γ."""
+    speculative_dspark_confidence_sts_path: Annotated[
+        str | None, arg(metavar="FILE", help_behavior_hint="(default: none)")
+    ] = None
+    """Calibration of the drafter's confidence: JSON with "temperatures", one a drafted token."""
     verify_mode: VerifyMode = "compact"
     """compact verifies the chosen windows, static every draft; cap-accept pays for static, commits compact's."""
     verify_policy: Annotated[str, arg(metavar="full|fixed:K|threshold:X|argmax:FILE")] = "full"
@@ -115,12 +120,14 @@ def open_llm(model_path: str, speculation: SpeculationFlags, engine: EngineFlags
     """The model that the flags describe, loaded; UserError for what cannot be."""
     from jspark.llm import LLM
 
+    sts = speculation.speculative_dspark_confidence_sts_path
     return LLM(
         model_path,
         speculation.speculative_draft_model_path,
         speculation.speculative_algorithm,
         draft_anchor_predicts=yes_or_no(speculation.draft_anchor_predicts),
         policy=speculation.verify_policy,
+        sts=None if sts is None else read_temperatures(sts),
         verify_mode=speculation.verify_mode,
         block_size=speculation.speculative_dspark_block_size,
         **asdict(engine),

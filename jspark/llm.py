@@ -14,6 +14,7 @@ import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
+from os import PathLike, fspath
 from typing import Any, get_args
 
 import jax
@@ -21,11 +22,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jspark import programs
-from jspark.budget import Policy, parse_policy
+from jspark.budget import Full, Policy, Threshold, parse_policy
 from jspark.config import Algorithm, DType, EngineConfig, VerifyMode
 from jspark.engine import Engine
 from jspark.errors import UserError
-from jspark.loading import Target, find_drafter, load_drafter, load_target
+from jspark.loading import Draft, Target, find_drafter, load_drafter, load_target
 from jspark.request import FinishReason, Request, SamplingParams, Stats, Update
 from jspark.text import TextStream
 
@@ -71,13 +72,15 @@ class Delta:
 
 
 class LLM:
-    """A target, with or without a drafter, that answers prompts. For one thread; iterators may be interleaved.
+    """A target, with or without a drafter, that answers prompts. Iterators may be interleaved, and used from
+    several threads: they take turns, a step at a time.
 
     model: a folder, a GGUF file, a built-in name, or a `Target` that other LLMs share. draft: a drafter's
     folder, or "untrained" for one of random weights. speculative_algorithm: follows from the drafter when not
     given. draft_anchor_predicts: whether the drafter's row 0 predicts, for checkpoints that do not say so.
     dtype: float32 on the CPU and bfloat16 elsewhere when not given. policy: how much of each block is verified,
-    as an object or in the command line's words. seed: of the untrained drafter, and of the requests that bring
+    as an object or in the command line's words. sts: temperatures of the drafter's confidence, one a drafted
+    token (`calibration.read_temperatures`). seed: of the untrained drafter, and of the requests that bring
     none. engine: fields of `EngineConfig`, such as verify_mode, block_size, max_running_requests, page_size,
     max_total_tokens, context_length, chunked_prefill_size.
 
@@ -87,13 +90,14 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Target,
-        draft: str | None = None,
+        model: str | PathLike[str] | Target,
+        draft: str | PathLike[str] | None = None,
         speculative_algorithm: Algorithm | None = None,
         *,
         draft_anchor_predicts: bool | None = None,
         dtype: DType | None = None,
         policy: str | Policy = "full",
+        sts: Sequence[float] | None = None,
         seed: int | None = None,
         mesh: Mesh | None = None,
         **engine: Any,
@@ -105,13 +109,21 @@ class LLM:
         if mode not in get_args(VerifyMode):
             raise UserError(f"verify_mode is {mode!r}; it must be {', '.join(get_args(VerifyMode))}")
         EngineConfig(**engine)  # refuses what is out of range before anything is loaded
+        if seed is not None and not isinstance(seed, Integral):
+            raise UserError(f"seed is {seed!r}; it must be a whole number")
         self._policy = parse_policy(policy) if isinstance(policy, str) else policy
-        found = find_drafter(draft, speculative_algorithm, draft_anchor_predicts)
-        if engine.get("block_size") and found is None:
-            raise UserError("a block size was given without a drafter; name a drafter or drop the block size")
+        if not callable(getattr(self._policy, "plan", None)):
+            raise UserError(f"policy is {policy!r}; it must be a policy or its name, such as 'full'")
+        for what, path in (("model", model), ("draft", draft)):
+            if not isinstance(path, str | PathLike | Target | None) or (what, path) == ("model", None):
+                raise UserError(f"{what} is {path!r}; it must be the path of a checkpoint")
+        spec = None if draft is None else fspath(draft)
+        found = find_drafter(spec, speculative_algorithm, draft_anchor_predicts)
+        self._refuse_unused(found, engine.get("block_size"), sts)
+        self._sts = sts
         programs.use_compilation_cache()
-        if isinstance(model, str):
-            model = load_target(model, dtype, mesh, draft=found)
+        if not isinstance(model, Target):
+            model = load_target(fspath(model), dtype, mesh, draft=found)
         elif dtype not in (None, model.dtype) or mesh not in (None, model.mesh):
             raise UserError("the target is loaded already; its dtype and mesh cannot be changed, load it again")
         self.target = model
@@ -122,7 +134,27 @@ class LLM:
         self._seeds = None if seed is None else np.random.default_rng(seed % 2**64)
         self._ids = itertools.count()
         self._live: dict[int, tuple[_Sequence, dict[int, _Sequence]]] = {}
+        # Held while requests and the engine change, not while a caller looks at an answer.
+        self._lock = threading.RLock()
         self._config = self.engine.config
+
+    def _refuse_unused(self, draft: Draft | None, block_size: int | None, sts: Sequence[float] | None) -> None:
+        """UserError for settings of a drafter that is not there, or of a head that it does not have."""
+        if draft is None:
+            for what, given in (
+                ("a block size", block_size),
+                ("a verify policy", self._policy != Full()),
+                ("a confidence calibration", sts is not None),
+            ):
+                if given:
+                    raise UserError(f"{what} was given without a drafter; name a drafter or drop it")
+        elif draft.checkpoint and draft.checkpoint.config.confidence == "none":
+            for what, given in (
+                ("a threshold policy", isinstance(self._policy, Threshold)),
+                ("a confidence calibration", sts is not None),
+            ):
+                if given:
+                    raise UserError(f"{what} needs a confidence head, which this drafter does not have; drop it")
 
     @property
     def engine(self) -> Engine:
@@ -131,7 +163,7 @@ class LLM:
             target = (self.target.model, self.target.config)
             try:
                 self._engine = Engine(
-                    self._config, target, self._drafter, policy=self._policy, mesh=self.target.mesh
+                    self._config, target, self._drafter, policy=self._policy, mesh=self.target.mesh, sts=self._sts
                 )
             except (MemoryError, jax.errors.JaxRuntimeError) as e:
                 if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(e):
@@ -189,6 +221,8 @@ class LLM:
     ) -> list[_Sequence]:
         if params is None or isinstance(params, SamplingParams):
             each: Iterable[SamplingParams] = itertools.repeat(params or SamplingParams(), len(prompts))
+        elif not (isinstance(params, Sequence) and all(isinstance(p, SamplingParams) for p in params)):
+            raise UserError(f"sampling parameters are SamplingParams or a list of them, not {params!r:.60}")
         elif len(params) != len(prompts):
             raise UserError(
                 f"{len(params)} sampling parameters were given for {len(prompts)} prompts; give one each"
@@ -196,11 +230,12 @@ class LLM:
         else:
             each = params
         sequences = []
-        for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-            try:
-                sequences.append(self._sequence(prompt, own))
-            except UserError as e:
-                raise UserError(f"prompt {i}: {e}" if len(prompts) > 1 else str(e)) from None
+        with self._lock:
+            for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+                try:
+                    sequences.append(self._sequence(prompt, own))
+                except UserError as e:
+                    raise UserError(f"prompt {i}: {e}" if len(prompts) > 1 else str(e)) from None
         return sequences
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> _Sequence:
@@ -233,6 +268,8 @@ class LLM:
         if isinstance(prompt, str):
             return tuple(self.target.text_ids(prompt))
         try:
+            if isinstance(prompt, bytes):
+                raise TypeError
             return tuple(operator.index(t) for t in prompt)
         except TypeError:
             raise UserError(f"a prompt is a text or a list of token ids, not {prompt!r:.60}") from None
@@ -242,34 +279,37 @@ class LLM:
     def _completed(self, sequences: list[_Sequence]) -> Generator[tuple[int, Output], None, None]:
         index = {s.request.id: i for i, s in enumerate(sequences)}
         with contextlib.closing(self._advance(sequences)) as progress:
-            for sequence in progress:
-                if sequence.finish_reason:
-                    yield index[sequence.request.id], sequence.output()
+            for request_id, delta in progress:
+                if delta.output:
+                    yield index[request_id], delta.output
 
     def _deltas(self, sequence: _Sequence) -> Generator[Delta, None, None]:
         with contextlib.closing(self._advance([sequence])) as progress:
-            for s in progress:
-                yield s.delta()
+            for _, delta in progress:
+                yield delta
 
-    def _advance(self, sequences: list[_Sequence]) -> Generator[_Sequence, None, None]:
-        """Yields a sequence whenever it has news, until all have ended; when closed before, aborts the rest."""
+    def _advance(self, sequences: list[_Sequence]) -> Generator[tuple[int, Delta], None, None]:
+        """(request, its news), until all have ended; when closed before, aborts the rest."""
         news: dict[int, _Sequence] = {}
         left = len(sequences)
         try:
-            for sequence in sequences:
-                self._live[sequence.request.id] = (sequence, news)
-                self.engine.add(sequence.request)
+            with self._lock:
+                for sequence in sequences:
+                    self._live[sequence.request.id] = (sequence, news)
+                    self.engine.add(sequence.request)
             while left:
-                if not news:
-                    self._pump()
-                while news:
-                    sequence = news.pop(next(iter(news)))
-                    left -= sequence.finish_reason is not None
-                    yield sequence
+                with self._lock:
+                    if not news:
+                        self._pump()
+                    deltas = [(id_, sequence.delta()) for id_, sequence in news.items()]
+                    news.clear()
+                left -= sum(delta.output is not None for _, delta in deltas)
+                yield from deltas
         finally:
-            for sequence in sequences:
-                if self._live.pop(sequence.request.id, None):
-                    self.engine.abort(sequence.request.id)
+            with self._lock:
+                for sequence in sequences:
+                    if self._live.pop(sequence.request.id, None):
+                        self.engine.abort(sequence.request.id)
 
     def _pump(self) -> None:
         """One step of the engine; its updates go to their sequences, whoever iterates over those."""
@@ -358,7 +398,9 @@ class _Sequence:
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) and all(isinstance(p, Integral) for p in prompts)):
+    if not isinstance(prompts, Sequence | np.ndarray):
+        raise UserError(f"prompts are a text, a list of token ids or a list of these, not {prompts!r:.60}")
+    if isinstance(prompts, str | bytes) or (len(prompts) and all(isinstance(p, Integral) for p in prompts)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspark.checkpoint.cache import cache_dir
+from jspark.checkpoint.cache import cache_dir, make_folder
 from jspark.models.decoder import Decoder
 from jspark.models.drafter import Drafter
 from jspark.propose import Proposal
@@ -62,9 +62,12 @@ def at_least(steps: tuple[int, ...], wanted: int) -> int:
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs on disk between runs; does nothing if the user has chosen a place already."""
+    """Keeps compiled programs on disk between runs; does nothing if the user has chosen a place already.
+
+    Raises UserError when our own place cannot be written.
+    """
     if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(make_folder(cache_dir() / "xla")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 

@@ -6,10 +6,11 @@ Does not know: text (llm.py), slots or pages (engine.py).
 
 from __future__ import annotations
 
-import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Integral, Real
+from typing import Any, Literal
 
 from jspark.errors import UserError
 
@@ -45,32 +46,42 @@ class SamplingParams:
         def refuse(name: str, allowed: str) -> None:
             raise UserError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")
 
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            refuse("temperature", "0 (greedy) or a positive number")
-        if self.top_k < -1:
-            refuse("top_k", "a positive number, or 0 for no limit")
-        if not 0 < self.top_p <= 1:
+        # NaN fails every comparison. The device computes in float32.
+        if not (_real(self.temperature) and (self.temperature == 0 or 1e-30 <= self.temperature <= 1e30)):
+            refuse("temperature", "0 (greedy) or a positive number from 1e-30 to 1e30")
+        if not (_whole(self.top_k) and self.top_k >= -1):
+            refuse("top_k", "a positive whole number, or 0 for no limit")
+        if not (_real(self.top_p) and 0 < self.top_p <= 1):
             refuse("top_p", "above 0 and at most 1")
-        if not 0 <= self.min_p <= 1:
+        if not (_real(self.min_p) and 0 <= self.min_p <= 1):
             refuse("min_p", "between 0 and 1")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+        if self.seed is not None and not (_whole(self.seed) and -(2**63) <= self.seed < 2**64):
             refuse("seed", "a 64-bit integer")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            refuse("max_tokens", "at least 1")
+        if self.max_tokens is not None and not (_whole(self.max_tokens) and self.max_tokens >= 1):
+            refuse("max_tokens", "a whole number of at least 1")
         if self.speculative_sampling not in ("auto", "coupled", "rejection"):
             refuse("speculative_sampling", "auto, coupled or rejection")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if any(not s for s in stop):
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not (isinstance(stop, Iterable) and all(isinstance(s, str) and s for s in stop)):
             refuse("stop", "non-empty strings")
-        if any(t < 0 for t in self.stop_token_ids):
-            refuse("stop_token_ids", "token ids of 0 and more")
+        ids = self.stop_token_ids
+        if not (isinstance(ids, Iterable) and all(_whole(t) and t >= 0 for t in ids)):
+            refuse("stop_token_ids", "a list of token ids of 0 and more")
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
 
     @property
     def filtered(self) -> bool:
         """Any of top-k, top-p and min-p is in use."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

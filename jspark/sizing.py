@@ -69,4 +69,6 @@ def sized(config: EngineConfig, spec: Spec, mesh: Mesh) -> EngineConfig:
         max_total_tokens=tokens,
         row_buckets=rows,
         token_tiers=tiers,
+        # No step can prefill more than all slots hold.
+        chunked_prefill_size=min(config.chunked_prefill_size, slots * context),
     )

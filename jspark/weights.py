@@ -163,8 +163,9 @@ def _load[ModuleT: nnx.Module](
                 name, value = whole, buffers.pop(whole)
             variable = variables[name]
             placement = axes.sharding(mesh, variable.axes, variable.shape)
-            # A copy in the dtype and order that is computed with: neither a view of the file nor a second copy.
-            yield name, jax.device_put(np.ascontiguousarray(value, dtype=variable.dtype), placement)
+            # Writable, so no view of the mapped file, which an array on the CPU would keep open.
+            owned = np.require(value, variable.dtype, ["C_CONTIGUOUS", "WRITEABLE"])
+            yield name, jax.device_put(owned, placement)
 
     return _placed(module, arrays())
 

@@ -180,3 +180,9 @@ def test_parse_policy_refuses(text):
 def test_a_missing_table_is_named(tmp_path):
     with pytest.raises(UserError, match=r"nowhere\.json"):
         parse_policy(f"argmax:{tmp_path / 'nowhere.json'}")
+
+
+@pytest.mark.parametrize("context", ["1" + "0" * 400, "[1]", "null", "-1", "NaN", "[" * 100_000])
+def test_a_table_with_nonsense_is_refused(context):
+    with pytest.raises(UserError, match="cost table"):
+        CostTable.from_json(f'{{"draft": {{"1": 1}}, "verify": {{"1": 1}}, "context": {context}}}')

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -77,6 +78,44 @@ def test_bad_input_is_one_line_and_exit_2(tmp_path):
     assert (process.returncode, out) == (2, "")
     assert err.startswith("jspark: error: there is no file or folder")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("redirection", [">&-", ">/dev/full", "--json >/dev/full"])
+def test_output_that_cannot_be_written_is_one_line_and_exit_2(target, redirection):
+    run = f"exec {sys.executable} -m jspark generate --model-path {target} --token-ids 57 --max-new-tokens 1 "
+    done = subprocess.run(["sh", "-c", run + redirection], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("jspark: error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_cache_that_cannot_be_written_is_refused_before_any_work(target, tmp_path):
+    (tmp_path / "file").touch()
+    env = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    flags = ["generate", "--model-path", target, "--token-ids", "57"]
+    process = command(*flags, env=env | {"JSPARK_CACHE": str(tmp_path / "file")})
+    out, err = process.communicate()
+    assert (process.returncode, out, err.count("\n")) == (2, "", 1)
+    assert "set JSPARK_CACHE to a writable folder" in err
+
+
+def test_a_terminal_without_the_character_ends_no_answer(goldens, tmp_path):
+    model = text_model(goldens / "qwen3_tiny", tmp_path / "model", {71: "€".encode()})
+    flags = ["--token-ids", "57", "--max-new-tokens", "1", *SIZES]
+    process = command(
+        "generate", "--model-path", str(model), *flags, env=os.environ | {"PYTHONIOENCODING": "ascii"}
+    )
+    assert process.communicate()[0] == "\\u20ac\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.6])
+def test_an_interrupt_while_starting_is_quiet(target, seconds):
+    process = command("generate", "--model-path", target, "--token-ids", "57", "--max-new-tokens", "500")
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "")
 
 
 @pytest.mark.parametrize("end", ["interrupt", "broken pipe"])
@@ -180,6 +219,33 @@ def test_bad_flags_are_one_sentence(target, flags, message, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("jspark: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"temperatures": [1, 1.5, 2]}', "the calibration has 3 temperatures and the block has 7 tokens"),
+        ('{"temperatures": [1, 1, 1, 1, 1, 1, -1]}', "is no calibration"),
+        ('{"temperatures": [1, 1, 1, 1, 1, 1, NaN]}', "is no calibration"),
+        ('{"temperatures": [1, 1, 1, 1, 1, 1, true]}', "is no calibration"),
+        ('{"temperatures": "1234567"}', "is no calibration"),
+        ('{"temperatures": []}', "is no calibration"),
+        ("[1]", "is no calibration"),
+        ("[" * 100_000, "is no calibration"),
+        ("\xff", "is no calibration"),
+        (None, "cannot be read (No such file or directory)"),
+    ],
+)
+def test_bad_calibrations_are_one_sentence(target, draft, tmp_path, content, message, capsys):
+    file = tmp_path / "sts.json"
+    if content is not None:
+        file.write_text(content, encoding="latin-1")
+    flags = ["--token-ids", "1", "--speculative-draft-model-path", draft]
+    flags += ["--speculative-dspark-confidence-sts-path", str(file), *SIZES]
+    assert main(["generate", "--model-path", target, *flags]) == 2
+    err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
 

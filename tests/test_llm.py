@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -296,6 +297,8 @@ def test_a_step_that_fails_ends_all_requests_and_leaves_the_llm_usable(dspark, v
         ([[1], 2.5], {}, "prompt 1: a prompt is a text or a list of token ids, not 2.5"),
         ([[1], [2.5]], {}, r"prompt 1: a prompt is a text or a list of token ids, not \[2.5\]"),
         ([[1], [1], [400]], {}, "prompt 2: token id 400"),
+        (None, {}, "prompts are a text, a list of token ids or a list of these, not None"),
+        (b"abc", {}, "a prompt is a text or a list of token ids, not b'abc'"),
     ],
 )
 def test_bad_prompts_are_refused_before_any_work(plain, prompt, params, message):
@@ -305,6 +308,74 @@ def test_bad_prompts_are_refused_before_any_work(plain, prompt, params, message)
     with pytest.raises(UserError, match=message):
         plain.as_completed(prompt, params)
     assert_free(plain)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, [None], "greedy", 5])
+def test_other_things_than_sampling_params_are_refused(plain, params):
+    with pytest.raises(UserError, match="sampling parameters are SamplingParams or a list of them"):
+        plain.generate([[1]], params)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", ["hot", None, True, -1, float("nan"), float("inf"), 1e-40, 1e39]),
+        ("top_k", ["3", 1.5, float("nan"), -2]),
+        ("top_p", ["x", 0, 1.1, float("nan")]),
+        ("min_p", ["x", -0.1, 1.1, float("nan")]),
+        ("seed", ["x", 1.5, True, 2**64, -(2**63) - 1]),
+        ("max_tokens", ["3", 2.5, True, 0]),
+        ("stop", [None, 5, [1], ["a", ""]]),
+        ("stop_token_ids", [None, 5, ["a"], [1.5], [-1]]),
+    ],
+)
+def test_sampling_parameters_out_of_range_or_of_another_type_are_refused(name, values):
+    for value in values:
+        with pytest.raises(UserError, match=f"^{name} is .*; it must be "):
+            SamplingParams(**{name: value})
+
+
+def test_extreme_sampling_parameters_do_what_they_say(plain, vanilla):
+    prompts, answers, _ = vanilla
+
+    def answer(**params):
+        return plain.generate(prompts[0], SamplingParams(max_tokens=12, ignore_eos=True, seed=2**64 - 1, **params))
+
+    for only_the_likeliest in ({"temperature": 1e-30}, {"top_k": 1}, {"top_p": 1e-300}, {"min_p": 1}):
+        assert answer(**only_the_likeliest)[0].output_ids == answers[0][:12]
+    assert answer(temperature=1e30, top_k=10**30)[0].output_ids == answer(temperature=1e20)[0].output_ids
+
+
+def test_threads_take_turns(dspark, vanilla):
+    prompts, answers, _ = vanilla
+    with ThreadPoolExecutor(4) as pool:
+        batches = [pool.submit(dspark.generate, prompts, GREEDY) for _ in range(2)]
+        streams = [pool.submit(lambda p=p: list(dspark.stream(p, GREEDY))) for p in prompts]
+        assert [[o.output_ids for o in b.result()] for b in batches] == [answers] * 2
+        for stream, answer in zip(streams, answers, strict=True):
+            assert [t for d in stream.result() for t in d.token_ids] == answer
+    assert_free(dspark)
+
+
+def test_paths_are_paths_and_a_calibration_changes_the_windows(goldens, vanilla):
+    prompts, answers, _ = vanilla
+    model, draft = goldens / "qwen3_tiny", goldens / "dspark_qwen3_tiny_vanilla_trained"
+
+    def windows(temperature):
+        llm = LLM(model, draft, policy="threshold:0.7", sts=[temperature] * 7, **SIZES)
+        [output] = llm.generate(prompts[0], GREEDY)
+        assert output.output_ids == answers[0]
+        return output.window_histogram
+
+    # A small temperature makes every doubt a certainty, a large one everything a coin flip.
+    assert windows(1e-6) != windows(1e6) == [windows(1e6)[0], *[0] * 7]
+
+
+def test_several_short_prompts_prefill_in_a_small_program(dspark):
+    llm = LLM(dspark.target, max_running_requests=4, context_length=128, row_buckets=(4,))
+    llm.generate([[1, 2, 3]] * 4, SamplingParams(temperature=0, max_tokens=1))
+    [shape] = [k for k in llm.engine.programs.report.by_shape if "prefill=(" in k]
+    assert "prefill=(64, 4, 32)" in shape
 
 
 def test_no_prompts_have_no_answers(plain):
@@ -339,13 +410,28 @@ def test_bad_chats_are_refused(plain, messages):
         ({"context_length": 513}, "a context of 513 is longer than the 512 positions"),
         ({"max_total_tokens": 10**13}, "there is not enough memory for a KV pool of this size"),
         ({"pages": 3}, "pages is no setting of LLM"),
+        ({"model": None}, "model is None; it must be the path of a checkpoint"),
+        ({"draft": 5}, "draft is 5; it must be the path of a checkpoint"),
+        ({"seed": "x"}, "seed is 'x'; it must be a whole number"),
+        ({"max_running_requests": "4"}, "max_running_requests is '4'; it must be a whole number"),
+        ({"page_size": 2.0}, "page_size is 2.0; it must be a whole number"),
+        ({"max_running_requests": 10**9}, "max_running_requests is 1000000000; it must be at most"),
+        ({"row_buckets": (2.5,)}, r"row_buckets is \(2.5,\); it must be positive whole numbers"),
+        ({"policy": None}, "policy is None; it must be a policy or its name"),
+        ({"policy": "threshold:0.5"}, "a verify policy was given without a drafter"),
+        ({"draft": "dspark_qwen3_tiny_rnn", "policy": "argmax"}, "the argmax policy has no cost table"),
+        ({"draft": "dflash_qwen3_tiny", "policy": "threshold:0.5"}, "a threshold policy needs a confidence head"),
+        ({"draft": "dflash_qwen3_tiny", "sts": [1.0] * 7}, "a confidence calibration needs a confidence head"),
+        ({"draft": "dspark_qwen3_tiny_rnn", "sts": [1.0] * 5}, "has 5 temperatures and the block has 7"),
+        ({"draft": "dspark_qwen3_tiny_rnn", "sts": [0.0] * 7}, "must be positive numbers"),
+        ({"sts": [1.0]}, "a confidence calibration was given without a drafter"),
     ],
 )
 def test_contradictory_arguments_are_refused(goldens, arguments, message):
-    if arguments.get("draft", "untrained") != "untrained":
+    if arguments.get("draft") not in (None, 5, "untrained"):
         arguments = arguments | {"draft": str(goldens / arguments["draft"])}
     with pytest.raises(UserError, match=message):
-        LLM(str(goldens / "qwen3_tiny"), **arguments)
+        LLM(**{"model": str(goldens / "qwen3_tiny")} | arguments)
 
 
 def test_a_headless_drafter_goes_by_both_names(goldens, dspark):

@@ -31,4 +31,6 @@ def make_folder(path: Path) -> Path:
         raise UserError(
             f"the cache folder {path} cannot be made ({e.strerror}); set JSPARK_CACHE to a writable folder"
         ) from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UserError(f"the cache folder {path} cannot be written; set JSPARK_CACHE to a writable folder")
     return path

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jspark.checkpoint.gguf_file import GGUFFile
-from jspark.checkpoint.settings import MAX_LAYERS, MAX_POSITION, Settings, check_heads
+from jspark.checkpoint.settings import MAX_LAYERS, MAX_POSITION, MIN_FACTOR, Settings, check_heads
 from jspark.checkpoint.source import KEEP, TRANSPOSE, Rule, Shape, Transform, rule
 from jspark.config import DecoderConfig, RopeConfig
 from jspark.errors import UserError
@@ -118,7 +118,7 @@ def _half_split(heads: int, transpose: bool) -> Transform:
 
 def _rope(meta: Settings, arch: str, file: GGUFFile, head_dim: int, max_position: int) -> RopeConfig:
     prefix = f"{arch}.rope."
-    theta = _shortest(meta.number(prefix + "freq_base", 10_000.0))
+    theta = _shortest(meta.number(prefix + "freq_base", 10_000.0, low=1.0))
     kind = meta.text(prefix + "scaling.type", "none")
     factor_key = prefix + "scaling.factor"
     if meta.get(prefix + "scaling.type") is None and meta.get(prefix + "scale_linear") is not None:
@@ -131,7 +131,7 @@ def _rope(meta: Settings, arch: str, file: GGUFFile, head_dim: int, max_position
         return _llama3(file, theta, head_dim)
     if kind == "none":
         return RopeConfig(theta=theta)
-    factor = _shortest(meta.number(factor_key))
+    factor = _shortest(meta.number(factor_key, low=MIN_FACTOR))
     if kind == "linear":
         return RopeConfig(kind="linear", theta=theta, factor=factor)
     if kind != "yarn" or meta.get(prefix + "scaling.yarn_log_multiplier"):

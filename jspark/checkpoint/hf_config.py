@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jspark.checkpoint.settings import MAX_LAYERS, MAX_POSITION, Settings, check_heads
+from jspark.checkpoint.settings import MAX_LAYERS, MAX_POSITION, MIN_FACTOR, Settings, check_heads
 from jspark.config import DecoderConfig, RopeConfig
 from jspark.errors import UserError
 
@@ -88,7 +88,7 @@ def rope_config(config: Settings, max_position: int, default_theta: float | None
             f"{scaling.origin}: rotary positions that differ by layer are not supported; use another model"
         )
     theta_in = scaling if scaling.get("rope_theta") is not None else config
-    theta = theta_in.number("rope_theta", default_theta)
+    theta = theta_in.number("rope_theta", default_theta, low=1.0)
     for place in (config, scaling):
         if place.number("partial_rotary_factor", 1.0) != 1.0:
             raise UserError(f"{place.origin}: partial rotary positions are not supported; use another model")
@@ -96,7 +96,7 @@ def rope_config(config: Settings, max_position: int, default_theta: float | None
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
-        return RopeConfig(kind="linear", theta=theta, factor=scaling.number("factor"))
+        return RopeConfig(kind="linear", theta=theta, factor=scaling.number("factor", low=MIN_FACTOR))
     original = scaling.integer("original_max_position_embeddings", max_position, high=MAX_POSITION)
     if kind == "llama3":
         low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
@@ -105,7 +105,7 @@ def rope_config(config: Settings, max_position: int, default_theta: float | None
         return RopeConfig(
             kind="llama3",
             theta=theta,
-            factor=scaling.number("factor"),
+            factor=scaling.number("factor", low=MIN_FACTOR),
             low_freq_factor=low,
             high_freq_factor=high,
             original_max_position=original,
@@ -115,7 +115,7 @@ def rope_config(config: Settings, max_position: int, default_theta: float | None
         return RopeConfig(
             kind="yarn",
             theta=theta,
-            factor=scaling.number("factor", max_position / original),
+            factor=scaling.number("factor", max_position / original, low=MIN_FACTOR),
             original_max_position=original,
             beta_fast=scaling.number("beta_fast", 32.0),
             beta_slow=scaling.number("beta_slow", 1.0),

@@ -17,6 +17,8 @@ from jspark.errors import UserError
 MAX_SIZE = 1 << 24
 MAX_LAYERS = 1 << 10
 MAX_POSITION = (1 << 31) - 1
+#: Scaling of rotary positions at least: below it, frequencies would leave float32.
+MIN_FACTOR = 1e-3
 
 
 class Settings:

@@ -162,13 +162,14 @@ def check(
 ) -> list[Located]:
     """The origins of `expected` in its order, from headers alone.
 
-    Raises one UserError that names every missing, mis-shaped, unreadable and left-over tensor. A left-over
+    Raises one UserError about missing, mis-shaped, unreadable and left-over tensors together. A left-over
     tensor is an error because ignoring a bias or an extra layer would give wrong tokens silently.
     """
     problems = []
     missing = [path for path in expected if path not in found]
     if missing:
-        problems.append("missing " + ", ".join(missing))
+        problems.append("missing " + _some(missing))
+    wrong = []
     for path, want in expected.items():
         if path not in found:
             continue
@@ -176,19 +177,27 @@ def check(
         info = source.infos[origin.name]
         got = origin.transform.shape(info.shape)
         if got != tuple(want):
-            problems.append(f"{path} has shape {list(got)} instead of {list(want)}")
+            wrong.append(f"{path} has shape {list(got)} instead of {list(want)}")
         elif not source.readable(origin.name):
-            problems.append(f"{path} is stored as {info.dtype}, which cannot be read")
+            wrong.append(f"{path} is stored as {info.dtype}, which cannot be read")
+    if wrong:
+        problems.append(_some(wrong))
     spare = [o.name for path, o in found.items() if path not in expected and path not in _SHAREABLE]
     spare += [name for name in unknown if not _DERIVED.fullmatch(name)]
     if spare:
-        problems.append("not used by this configuration: " + ", ".join(spare))
+        problems.append("not used by this configuration: " + _some(spare))
     if problems:
         raise UserError(
             f"the tensors of {label} do not fit its configuration ({'; '.join(problems)}); "
             "check that its files belong together and are complete"
         )
     return [found[path] for path in expected]
+
+
+def _some(problems: list[str]) -> str:
+    """A list as a sentence can hold it: a wrong number of layers makes thousands of problems."""
+    left = len(problems) - 4
+    return ", ".join(problems[:4]) + (f" and {left} more" if left > 0 else "")
 
 
 def stream(source: TensorSource, origins: Iterable[Located]) -> Iterator[tuple[str, np.ndarray]]:
