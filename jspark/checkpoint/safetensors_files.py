@@ -47,7 +47,7 @@ class SafetensorsFolder:
         self._where: dict[str, Path] = {}
         self._infos: dict[str, TensorInfo] = {}
         if (folder / _SINGLE).is_file():
-            for name in self._open(folder / _SINGLE):
+            for name in sorted(self._open(folder / _SINGLE)):
                 self._add(name, folder / _SINGLE)
         elif (folder / _INDEX).is_file():
             self._read_index(folder)
