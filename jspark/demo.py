@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -286,7 +287,9 @@ def draw(record: dict[str, Any], axes: Axes) -> None:
 
 def _save_svg(console: Console, path: Path) -> None:
     try:
-        path.write_text(console.export_svg(title="jspark demo"), encoding="utf-8")
+        # Without the fonts it would fetch: a reader's own monospace font will do.
+        svg = re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="jspark demo"), flags=re.DOTALL)
+        path.write_text(svg, encoding="utf-8")
     except OSError as e:
         raise UserError(f"{path} cannot be written ({e.strerror}); choose another place for the picture") from None
     Console(stderr=True, highlight=False).print(f"picture written to {path}", style="dim", soft_wrap=True)
