@@ -27,9 +27,10 @@ setup: $(VENV)/.installed
 
 $(VENV)/.installed: requirements/dev.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "jspark needs Python 3.12 or newer: install it, or say make PYTHON=/path/to/python3.12"; exit 2; }
+	@echo "setting up $(VENV) (about 1 GB, once)"
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@touch $@
 
 # Needs uv. Hashes and names only: no index or host ends up in the files.

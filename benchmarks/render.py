@@ -16,13 +16,14 @@ def cpu() -> str:
     record = read("cpu/plain_decode.json")
     r, device = record["results"], record["device"]
     ours, theirs, floor = r["jspark"], r["transformers"], r["floor"]
+    threads = f"{theirs['threads']} torch thread (its faster choice)"
     return "\n".join(
         [
             f"| plain decoding of smollm2-135m, float32, {device['cores']} cores of an {device['kind']} | "
             "ms a token | tokens/s |",
             "| --- | --- | --- |",
             f"| jspark | {ours['ms_per_token']:.1f} | {ours['tokens_per_second']:.1f} |",
-            f"| transformers' `generate`, same run, same tokens | {theirs['ms_per_token']:.1f} | "
+            f"| transformers' `generate`, same run, same tokens, {threads} | {theirs['ms_per_token']:.1f} | "
             f"{theirs['tokens_per_second']:.1f} |",
             f"| floor: reading the weights once a token | {floor['ms_per_token']:.1f} | |",
         ]

@@ -188,7 +188,7 @@ class GlobalArgmax:
         cost = self.cost or state.cost
         if cost is None:
             raise UserError(
-                "the argmax policy has no cost table; pass argmax:table.json or let the engine measure one"
+                "the argmax policy has no cost table; pass argmax:FILE with one, or give the engine its cost"
             )
         most = state.rows * state.block_size
         survival = np.where(np.isnan(state.survival), 1.0, state.survival).astype(np.float64)
@@ -229,6 +229,4 @@ def parse_policy(text: str) -> Policy:
         except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path with a zero byte
             raise UserError(f"the cost table {value} cannot be read ({error}); pass a file that exists") from None
         return GlobalArgmax(CostTable.from_json(table))
-    raise UserError(
-        f"unknown budget policy {text!r}; write full, fixed:N, threshold:P, argmax or argmax:table.json"
-    )
+    raise UserError(f"unknown verify policy {text!r}; write full, fixed:K, threshold:X or argmax:FILE")

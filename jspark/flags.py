@@ -101,8 +101,8 @@ class SamplingFlags:
     """Goes on after the model's own end of text."""
 
     def params(self) -> SamplingParams:
-        """The parameters; UserError for what is out of range."""
-        return SamplingParams(
+        """The parameters; UserError for what is out of range, or has no effect on greedy answers."""
+        params = SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
@@ -114,6 +114,16 @@ class SamplingFlags:
             ignore_eos=self.ignore_eos,
             speculative_sampling=self.speculative_sampling,
         )
+        unused = {
+            "--seed": self.seed is not None,
+            "--top-k": self.top_k > 0,
+            "--top-p": self.top_p < 1,
+            "--min-p": self.min_p > 0,
+        }
+        if self.temperature == 0 and any(unused.values()):
+            flag = next(name for name, given in unused.items() if given)
+            raise UserError(f"{flag} does nothing at temperature 0; add --temperature 1, say, or drop it")
+        return params
 
 
 def open_llm(model_path: str, speculation: SpeculationFlags, engine: EngineFlags) -> LLM:

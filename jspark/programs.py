@@ -68,7 +68,7 @@ def use_compilation_cache() -> None:
     """
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(make_folder(cache_dir() / "xla")))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 @dataclass

@@ -204,6 +204,7 @@ def test_chat_and_stop_flags_reach_the_engine(text, capsys):
         (["--token-ids", "1", "--max-new-tokens", "512"], "leaves room for 511 more"),
         (["--token-ids", "1", "--temperature", "nan"], "temperature is nan"),
         (["--token-ids", "1", "--top-p", "0"], "top_p is 0.0"),
+        (["--token-ids", "1", "--seed", "7"], "--seed does nothing at temperature 0"),
         (["--token-ids", "1", "--stop", ""], "stop is ('',)"),
         (["--token-ids", "1", "--stop-token-ids", "x"], "--stop-token-ids 'x' is no list"),
         (["--token-ids", "1", "--page-size", "0"], "page_size is 0"),
@@ -211,7 +212,7 @@ def test_chat_and_stop_flags_reach_the_engine(text, capsys):
         (["--token-ids", "1", "--max-total-tokens", "9999999999999"], "there is not enough memory"),
         (["--token-ids", "1", "--speculative-algorithm", "DSPARK"], "DSPARK needs a drafter"),
         (["--token-ids", "1", "--speculative-dspark-block-size", "3"], "a block size was given without a drafter"),
-        (["--token-ids", "1", "--verify-policy", "half"], "unknown budget policy 'half'"),
+        (["--token-ids", "1", "--verify-policy", "half"], "unknown verify policy 'half'"),
     ],
 )
 def test_bad_flags_are_one_sentence(target, flags, message, capsys):

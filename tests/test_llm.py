@@ -404,7 +404,7 @@ def test_bad_chats_are_refused(plain, messages):
         ({"draft": "dspark_qwen3_tiny_rnn", "block_size": 8}, "block size 8 is larger than the 7"),
         ({"block_size": 3}, "a block size was given without a drafter"),
         ({"verify_mode": "some"}, "verify_mode is 'some'"),
-        ({"policy": "some"}, "unknown budget policy 'some'"),
+        ({"policy": "some"}, "unknown verify policy 'some'"),
         ({"dtype": "float16"}, "dtype is 'float16'; it must be float32 or bfloat16"),
         ({"page_size": 0}, "page_size is 0"),
         ({"context_length": 513}, "a context of 513 is longer than the 512 positions"),
