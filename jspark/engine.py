@@ -108,7 +108,8 @@ class Engine:
         )
         self._vocab_size = target_config.vocab_size
         self._page_steps = ladder(max(1, 256 // size), self.scheduler.table.shape[1])
-        self._chunk_steps = ladder(min(TILE, config.chunked_prefill_size), config.chunked_prefill_size)
+        self._tile = min(TILE, config.chunked_prefill_size)
+        self._chunk_steps = ladder(self._tile, config.chunked_prefill_size)
         self._overlap = (
             config.overlap if config.overlap is not None else self.mesh.devices.flat[0].platform != "cpu"
         )
@@ -212,9 +213,7 @@ class Engine:
         self._slots = self.programs.admit(self._slots, index, values)
 
     def _dispatch(self) -> Flight | None:
-        largest = self._chunk_steps[-1]
-        tile = min(TILE, largest)
-        work = self.scheduler.plan(tile, 2 * -(-largest // tile))
+        work = self.scheduler.plan(self._tile, self._tiles(self._chunk_steps[-1]))
         rows = work.rows
         if not rows:
             return None
@@ -285,7 +284,7 @@ class Engine:
         for chunk in work.chunks:
             reach = max(reach, self.scheduler.allocator.pages_for(chunk.stop))
         pages = at_least(self._page_steps, reach)
-        prefill, prefill_shape = self._prefill(work, verify_tokens)
+        prefill, prefill_shape = self._prefill(work, count, verify_tokens)
         # NumPy here, arrays of the device once placed.
         fields: dict[str, Any] = {
             "slot": slot,
@@ -299,23 +298,29 @@ class Engine:
         }
         return self.programs.place(StepArgs(**fields)), pages, prefill_shape
 
-    def _prefill(self, work: Work, verify_tokens: int) -> tuple[Prefill | None, tuple[int, int, int] | None]:
+    def _tiles(self, tokens: int) -> int:
+        """Tiles of a program with so many prefill rows: twice what they fill, since prompts end inside tiles."""
+        return 2 * -(-tokens // self._tile)
+
+    def _prefill(
+        self, work: Work, count: int, verify_tokens: int
+    ) -> tuple[Prefill | None, tuple[int, int, int] | None]:
         chunks = work.chunks
         if not chunks:
             return None, None
         sizes = [c.stop - c.start for c in chunks]
-        tile = min(TILE, self._chunk_steps[-1])
+        tile = self._tile
         needed = sum(-(-size // tile) for size in sizes)
         # Many short prompts need more tiles than their tokens alone would.
-        total = next(s for s in self._chunk_steps if s >= sum(sizes) and 2 * -(-s // tile) >= needed)
-        tiles = 2 * -(-total // tile)
+        total = next(s for s in self._chunk_steps if s >= sum(sizes) and self._tiles(s) >= needed)
+        tiles = self._tiles(total)
         if len(chunks) == 1 and total > tile:
             # One prompt: its pages are gathered once, not once a tile.
             tiles, tile = 1, total
         row_of = {id(r): i for i, r in enumerate(work.rows)}
         tokens = np.zeros(total, np.int32)
         positions = np.zeros(total, np.int32)
-        row = np.full(total, at_least(self.config.row_buckets, len(work.rows)), np.int32)
+        row = np.full(total, count, np.int32)
         index = np.full((tiles, tile), verify_tokens + total, np.int32)
         tile_row = np.zeros(tiles, np.int32)
         start = used = 0
