@@ -269,7 +269,12 @@ def test_mistral_without_a_window_is_llama_with_another_name(goldens, copy):
     ],
 )
 def test_sliding_windows(copy, changes, windows):
-    assert open_target(str(copy("qwen3_tiny", **({"layer_types": None} | changes)))).config.windows == windows
+    assert (
+        open_target(
+            str(copy("qwen3_tiny", **({"layer_types": None, "use_sliding_window": None} | changes)))
+        ).config.windows
+        == windows
+    )
 
 
 def test_biases_are_expected_where_the_config_says_so(goldens, copy):

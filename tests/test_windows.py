@@ -122,16 +122,13 @@ def test_a_block_sees_what_its_layers_windows_hold(whole, tmp_path, rng, kind, k
 def test_windows_survive_export(tmp_path):
     for name in ("dspark_qwen3_tiny_vanilla", "dflash_qwen3_tiny"):
         checkpoint = open_drafter(str(GOLDENS / name))
-        windows = (5, *checkpoint.config.backbone.windows[1:], 0)
-        causal = name.startswith("dflash")
-        config = replace(
-            checkpoint.config, backbone=replace(checkpoint.config.backbone, windows=windows), causal_windows=causal
-        )
+        backbone = replace(checkpoint.config.backbone, windows=(5, 0))
+        config = replace(checkpoint.config, backbone=backbone, causal_windows=name.startswith("dflash"))
         export_drafter(replace(checkpoint, config=config), tmp_path / name)
         assert open_drafter(str(tmp_path / name)).config == config
+    wrong = replace(checkpoint, config=replace(config, predicts_from_anchor=True))
     with pytest.raises(UserError, match="causal inside the block"):
-        wrong = replace(config, predicts_from_anchor=True)
-        export_drafter(replace(checkpoint, config=wrong), tmp_path / "wrong")
+        export_drafter(wrong, tmp_path / "wrong")
 
 
 @pytest.mark.parametrize(

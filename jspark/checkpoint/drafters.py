@@ -72,7 +72,7 @@ def _read_specforge(config: Settings, asked: bool | None) -> DrafterConfig:
             "use_sliding_window": True,
             "sliding_window": inner.integer("swa_window_size", high=MAX_POSITION),
         }
-        config = Settings(config.values | window, config.origin)
+        config = Settings({**config.values, **window}, config.origin)
     anchor = _anchor(inner, asked, True)
     return _drafter(config, inner, "specforge", anchor, _heads(inner, with_markov=True))
 
