@@ -10,7 +10,7 @@ from functools import cache
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import drafter, full_logits, mesh, plain_engine, prompts, row_sampling, run, target
+from support import adjusted, drafter, full_logits, mesh, plain_engine, prompts, row_sampling, run, target
 from test_lossless import DRAFTERS, MODES, Erratic
 
 from jspark.config import EngineConfig
@@ -19,25 +19,6 @@ from jspark.request import Request, SamplingParams
 from jspark.sampling import coupled_gumbel, log_probs
 
 VOCAB = 320
-
-
-def adjusted(request: Request, output: list[int], logits: np.ndarray) -> np.ndarray:
-    """The rules, one after the other, on the logits of the token after `output`."""
-    p, z = request.params, logits.astype(np.float64).copy()
-    for token in {*request.prompt, *output}:
-        z[token] = z[token] / p.repetition_penalty if z[token] > 0 else z[token] * p.repetition_penalty
-    for token in set(output):
-        z[token] -= p.frequency_penalty * output.count(token) + p.presence_penalty
-    for token, bias in (p.logit_bias or {}).items():
-        z[token] += bias
-    history = [*request.prompt, *output]
-    for word in request.bad_words:
-        begin = list(word[:-1])
-        if not begin or history[-len(begin) :] == begin:
-            z[word[-1]] = -np.inf
-    if len(output) < p.min_tokens:
-        z[list(request.stop_ids)] = -np.inf
-    return z
 
 
 def scores(request: Request, output: list[int]) -> np.ndarray:
