@@ -197,6 +197,8 @@ _FLAGS = {
 
 def in_flags(message: str) -> str:
     """`message` with the flags' names in place of the parameters': what a user of the command line can change."""
+    if "config.json" in message:
+        return message  # names of a file's own keys
     groups = (SpeculationFlags, EngineFlags, SamplingFlags)
     known = {f.name: "--" + f.name.replace("_", "-") for group in groups for f in fields(group)} | _FLAGS
     # A name with an underscore is no plain word; any other one is a parameter only where it begins the message.

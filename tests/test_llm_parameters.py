@@ -18,18 +18,19 @@ def llm(goldens, tmp_path_factory) -> LLM:
 
 
 def test_n_continuations_are_those_of_the_following_seeds(llm):
-    params = SamplingParams(n=3, seed=2**64 - 2, max_tokens=12)
+    params = SamplingParams(n=3, seed=11, max_tokens=12)
     outputs = llm.generate(["abc", "b"], [params, replace(params, n=1)])
     assert [o.index for o in outputs] == [0, 1, 2, 0]
     assert len({tuple(o.output_ids) for o in outputs[:3]}) == 3
-    # The seed wraps around at 64 bits.
-    for output, seed in zip(outputs, (2**64 - 2, 2**64 - 1, 0), strict=False):
+    for output, seed in zip(outputs, (11, 12, 13), strict=False):
         [alone] = llm.generate("abc", replace(params, n=1, seed=seed))
         assert alone.output_ids == output.output_ids
     pieces: dict[int, str] = {}
     for delta in llm.stream("abc", params):
         pieces[delta.index] = pieces.get(delta.index, "") + delta.text
     assert [pieces[i] for i in range(3)] == [o.text for o in outputs[:3]]
+    # The seed wraps around at 64 bits.
+    assert SamplingParams(n=3, seed=2**64 - 1).continuation(2).seed == 1
     unseeded = llm.generate("abc", replace(params, seed=None, n=2))
     assert unseeded[0].output_ids != unseeded[1].output_ids
 
