@@ -7,6 +7,8 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
+# Nothing is asked of the real Hub: a typing error in a path would be.
+os.environ["HF_HUB_OFFLINE"] = "1"
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # Two virtual devices for the mesh test. Tests compile far more than they compute: less optimisation is faster.
     os.environ["XLA_FLAGS"] = " ".join(

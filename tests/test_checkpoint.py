@@ -416,7 +416,7 @@ def test_target_and_drafter_are_not_mixed_up(goldens):
 
 def test_missing_and_wrong_paths(tmp_path, goldens):
     for spec in ("", str(tmp_path / "nowhere"), "someone/some-model", "x" * 5000, "a\0b"):
-        refused(open_target, spec, "there is no file or folder", "smollm2-135m")
+        refused(open_target, spec, "there is no file or folder", "pass a local")
         refused(open_drafter, spec, "there is no file or folder")
     refused(open_target, tmp_path, "config.json")
     refused(open_drafter, goldens / "llama_tiny" / "config.json", "is a file")
