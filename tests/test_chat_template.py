@@ -86,7 +86,7 @@ def test_tools_and_their_results_reach_the_template():
     chat = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "2"}]
     text = render(TOOL_TEMPLATE, chat, tools=TOOLS)
     want = (
-        f"<tools>{json.dumps(TOOLS[0])}</tools><user>hi<assistant>"
+        f"<tools>{json.dumps(TOOLS[0])}</tools>\n<user>hi<assistant>"
         '<call>{"name": "add", "arguments": {"a": 1}}</call><response>2</response>'
     )
     assert text == want
