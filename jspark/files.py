@@ -19,6 +19,14 @@ class UnreadableError(Exception):
     """Why a file cannot be read, in a few words."""
 
 
+def is_file(path: Path) -> bool:
+    """Whether it is one; a name that no file can have is none."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 def read_file(path: Path, limit: int) -> bytes:
     """What a file of at most `limit` bytes holds; UnreadableError otherwise, also for pipes and devices."""
     try:
@@ -51,8 +59,11 @@ def read_json(path: Path, limit: int = MAX_JSON) -> dict[str, Any]:
         raise UserError(
             f"{path} cannot be read ({e}); point to a folder that holds the whole checkpoint"
         ) from None
-    except (ValueError, RecursionError) as e:  # the former also for numbers of thousands of digits
-        raise UserError(f"{path} is not valid JSON ({e}); fetch the checkpoint again") from None
+    except (ValueError, RecursionError) as e:
+        # What is no error of JSON itself comes from its depth, or from a number of thousands of digits.
+        deep, long = isinstance(e, RecursionError), not isinstance(e, json.JSONDecodeError)
+        why = "it is nested too deeply" if deep else "a number in it is too long" if long else str(e)
+        raise UserError(f"{path} is not valid JSON ({why}); fetch the checkpoint again") from None
     if not isinstance(data, dict):
         raise UserError(f"{path} holds a JSON {type(data).__name__}, not an object; fetch the checkpoint again")
     return data

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from jspark.checkpoint.cache import is_offline
 from jspark.checkpoint.safetensors_files import INDEX, PICKLES, SINGLE, weight_map
 from jspark.errors import UserError
+from jspark.files import is_file
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
@@ -155,7 +156,7 @@ def _cached(hub_id: HubId, revision: str) -> Path | None:
         if (folder / INDEX).is_file():
             # A name that leads elsewhere is refused when the folder is opened.
             plain = [s for s in set(weight_map(folder / INDEX).values()) if Path(s).name == s]
-            return folder if all((folder / s).is_file() for s in plain) else None
+            return folder if all(is_file(folder / s) for s in plain) else None
     name = _choose_gguf(hub_id, [str(p.relative_to(folder)) for p in folder.rglob("*.gguf")])
     return folder / name if name else None
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from jspark.checkpoint.source import TensorInfo
 from jspark.errors import UserError
-from jspark.files import read_json
+from jspark.files import is_file, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -73,7 +73,7 @@ class SafetensorsFolder:
         for shard in sorted(set(where.values())):
             if Path(shard).name != shard:
                 raise UserError(f"{index} names a shard outside its folder ({shard}); correct the index")
-            if not (folder / shard).is_file():
+            if not is_file(folder / shard):
                 raise UserError(f"{index} names {shard}, which is not in the folder; fetch the missing shard")
             names[shard] = self._open(folder / shard)
         for name, shard in where.items():
