@@ -102,7 +102,13 @@ if __name__"""
     monkeypatch.setattr(fuzz_files, "__file__", str(script))
     monkeypatch.setattr(sys.modules[__name__], "PATIENCE", 10)
     found = faults(0, 7, tmp_path / "case")
-    words = ["seed 1 ended the process: -11", "seed 2 hung", "KeyError", "does not say what to do", "MiB for files of 0.0 MiB"]
+    words = [
+        "seed 1 ended the process: -11",
+        "seed 2 hung",
+        "KeyError",
+        "does not say what to do",
+        "MiB for files of 0.0 MiB",
+    ]
     assert len(found) == 5
     assert all(word in fault for word, fault in zip(words, found, strict=True)), found
 
