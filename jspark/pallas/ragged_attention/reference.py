@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from jspark.pallas.ragged_attention.segments import Segments
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -97,3 +99,35 @@ def block_attention(
     past, own = jnp.split(weights, [values.shape[2]], axis=-1)
     out = jnp.einsum("mkqc,mkcd->mkqd", past, values) + jnp.einsum("mkqc,mkcd->mkqd", own, block_v)
     return _ungrouped(out, q.shape[1]).astype(q.dtype)
+
+
+def attend(
+    q: Float[Array, "t n d"],
+    k_pool: Float[Array, "pages k s d"],
+    v_pool: Float[Array, "pages k s d"],
+    table: Int[Array, "r p"],
+    segments: Segments,
+    *,
+    causal: bool,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Float[Array, "t n d"]:
+    """The op (dispatch.attend) in XLA: each segment is one row of a rectangle `segments.max_rows` wide."""
+    index, positions = segments.rectangle(q.shape[0])
+    keys, values = _gather(k_pool, table[segments.row]), _gather(v_pool, table[segments.row])
+    key = jnp.arange(keys.shape[2], dtype=jnp.int32)
+    # What no row sees may hold anything, NaN too: a weight of 0 would not silence it.
+    values = jnp.where((key[None, :] < segments.length[:, None])[:, None, :, None], values, 0)
+    queries = q.at[index].get(mode="fill", fill_value=0)
+    scores = jnp.einsum(
+        "mkqd,mkcd->mkqc", _grouped(queries, k_pool.shape[1]), keys, preferred_element_type=jnp.float32
+    )
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    last = positions if causal else jnp.broadcast_to(segments.length[:, None] - 1, positions.shape)
+    seen = key[None, None, :] <= last[:, :, None]
+    if window is not None:
+        seen &= key[None, None, :] > positions[:, :, None] - window
+    seen = jnp.tile(seen, (1, scores.shape[2] // seen.shape[1], 1))[:, None]
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(values.dtype)
+    rows = _ungrouped(jnp.einsum("mkqc,mkcd->mkqd", weights, values), segments.max_rows)
+    return jnp.zeros_like(q).at[index].set(rows.astype(q.dtype), mode="drop")
