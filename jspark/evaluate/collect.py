@@ -160,6 +160,6 @@ def answer(
         count=joined["count"].astype(np.int32),
         block_accepted=joined["block_accepted"].astype(np.int32),
         confidence=joined["confidence"].astype(np.float32),
-        seconds=np.float64(seconds),
-        left_out=np.int64(left_out),
+        seconds=np.array(seconds),
+        left_out=np.array(left_out),
     )

@@ -204,7 +204,9 @@ def _check(path: Path, key: Mapping[str, Any]) -> None:
 
 def _save(path: Path, runs: Mapping[str, Run], key: Mapping[str, Any]) -> None:
     """Written whole or not at all."""
-    arrays = {f"{arm}/{name}": values for arm, run in runs.items() for name, values in run.arrays().items()}
+    arrays: dict[str, Any] = {
+        f"{arm}/{n}": values for arm, run in runs.items() for n, values in run.arrays().items()
+    }
     unfinished = path.with_suffix(".tmp")
     with unfinished.open("wb") as file:
         np.savez_compressed(file, key=json.dumps(key), **arrays)
