@@ -45,17 +45,14 @@ def picture(path: Path) -> bool:
 
 def test_eval_counts_as_the_reference_does_and_goes_on_after_an_interruption(model, tmp_path, monkeypatch, capsys):
     golden = jsonl(tmp_path / "golden.jsonl", *({"prompt": list(p)} for p in prompts(DSPARK)))
+    flash = jsonl(tmp_path / "f.jsonl", *({"prompt": list(p)} for p in prompts(DFLASH)))
     talk = jsonl(tmp_path / "t.jsonl", {"turns": ["hello", "again"]}, {"turns": ["why"]})
     out = tmp_path / "out"
-    command = ["eval", "--model-path", model, "--data", golden, "--data", f"talk={talk}", "--temperature", "0"]
-    command += [
-        "--speculative-draft-model-path",
-        f"a={GOLDENS / DSPARK}",
-        "--max-new-tokens",
-        "48",
-        "--ignore-eos",
-    ]
-    command += ["--speculative-draft-model-path", str(GOLDENS / DFLASH), "--output", str(out), *SIZES]
+    data = ["--data", golden, "--data", f"talk={talk}", "--data", f"flash={flash}"]
+    drafts = ["--speculative-draft-model-path", f"a={GOLDENS / DSPARK}"]
+    drafts += ["--speculative-draft-model-path", str(GOLDENS / DFLASH)]
+    command = ["eval", "--model-path", model, *data, *drafts, "--temperature", "0", "--output", str(out), *SIZES]
+    command += ["--max-new-tokens", "48", "--ignore-eos"]
 
     answer = run_module.answer
 
@@ -78,23 +75,27 @@ def test_eval_counts_as_the_reference_does_and_goes_on_after_an_interruption(mod
     [result] = record["results"]
     arms = result["arms"]
     assert list(arms) == ["plain", "a", DFLASH, "prompt-lookup", "oracle"]
-    for arm, name in (("a", DSPARK), (DFLASH, DFLASH)):
+    for arm, name, data_set in (("a", DSPARK, "golden"), (DFLASH, DFLASH, "flash")):
         lengths = [arrays(name)[1][f"p{i}_acceptance_lengths"] for i in range(4)]
         lengths = [n[np.cumsum(n) - n < 47] for n in lengths]
-        own = arms[arm]["data_sets"]["golden"]
+        own = arms[arm]["data_sets"][data_set]
         assert own["steps"] == sum(map(len, lengths))
         assert own["tau"]["value"] == pytest.approx(4 * 47 / own["steps"])
         assert own["tau"]["low"] <= own["tau"]["value"] <= own["tau"]["high"]
         accepted = np.concatenate(lengths) - 1
         assert own["conditional_acceptance"][0] == pytest.approx(np.mean(accepted >= 1))
         # Greedy decoding in float32: no drafter changes an answer, in any turn.
-        assert [arms[arm]["data_sets"][d]["answers_equal_to_plain"] for d in ("golden", "talk")] == [4, 3]
+        assert [arms[arm]["data_sets"][d]["answers_equal_to_plain"] for d in ("golden", "talk", "flash")] == [
+            4,
+            3,
+            4,
+        ]
     assert arms["plain"]["data_sets"]["golden"]["tau"] == {"value": 1.0, "low": 1.0, "high": 1.0}
     assert arms["plain"]["data_sets"]["golden"]["steps"] == 4 * 47
     assert arms["plain"]["data_sets"]["talk"]["answers"] == 3
     assert arms["oracle"]["data_sets"]["golden"]["tau"]["value"] == pytest.approx(47 / 6)
     assert 1 <= arms["prompt-lookup"]["macro"]["tau"]["value"] < arms["a"]["macro"]["tau"]["value"]
-    values = [arms["a"]["data_sets"][d]["tau"]["value"] for d in ("golden", "talk")]
+    values = [arms["a"]["data_sets"][d]["tau"]["value"] for d in ("golden", "talk", "flash")]
     assert arms["a"]["macro"]["tau"]["value"] == pytest.approx(np.mean(values))
     assert arms["a"]["speed_up"] > 0
     ratio = next(r for r in result["ratios"] if (r["of"], r["over"]) == ("a", DFLASH))
