@@ -160,6 +160,9 @@ def test_a_paired_gain_does_not_see_what_prompts_have_in_common(rng):
     assert ours.over(theirs).value == pytest.approx((a + 2) / (a / 1.1 + 2) - 1)
     assert ours.over(theirs, "a", minus=1).value == pytest.approx((a - 1) / (a / 1.1 - 1) - 1)
     assert Figure.of(1.0, np.array([np.nan, np.nan])).value == 1
+    nothing = Macro.of({"a": Counts(steps, steps)})
+    endless = ours.over(nothing, "a", minus=1)
+    assert [endless.value, endless.low, endless.high] == [np.inf] * 3
 
 
 def test_acceptance_by_position_and_sweep_by_hand():

@@ -16,8 +16,8 @@ from jaxtyping import Bool, Float, Int
 
 from jspark.evaluate.confidence import conditional
 
-#: Resamples of a bootstrap, and the interval's two ends.
-RESAMPLES, ENDS = 2000, (2.5, 97.5)
+#: Resamples of a bootstrap, and the shares of them below the interval's two ends.
+RESAMPLES, ENDS = 2000, (0.025, 0.975)
 #: Thresholds of a sweep, on the conditional confidence.
 THRESHOLDS = np.round(np.linspace(0.0, 0.95, 20), 2)
 
@@ -33,9 +33,11 @@ class Figure:
     @classmethod
     def of(cls, value: float, resampled: Float[np.ndarray, " b"]) -> Figure:
         """The estimate and the percentiles of its resamples; NaN where nothing can be said."""
-        if not np.isfinite(resampled).any():
+        known = np.sort(resampled[~np.isnan(resampled)])
+        if not len(known):
             return cls(float(value), float("nan"), float("nan"))
-        low, high = np.nanpercentile(resampled, ENDS)
+        # Resamples themselves, nothing between two: a gain over nothing is infinite.
+        low, high = (known[round(end * (len(known) - 1))] for end in ENDS)
         return cls(float(value), float(low), float(high))
 
 
