@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jspark.errors import UserError
+from jspark.files import MAX_JSON, UnreadableError, read_text
 
 #: Classes of requests with temperatures of their own: how sure a drafter may be depends on who judges its drafts.
 CLASSES = ("greedy", "sampled")
@@ -52,12 +53,12 @@ def read_temperatures(path: str | Path) -> Temperatures:
     form, and it reads ours: it takes the first list, which is fitted to both classes together.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(read_text(Path(path), MAX_JSON))
         classes = content.get("classes", {})
         pooled = _numbers(content)
         own = [_numbers(classes[name]) if name in classes else pooled for name in CLASSES]
-    except OSError as e:
-        raise UserError(f"the calibration {path} cannot be read ({e.strerror}); pass a file that exists") from None
+    except UnreadableError as e:
+        raise UserError(f"the calibration {path} cannot be read ({e}); pass a file that exists") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise UserError(
             f'{path} is no calibration; it must be JSON of the form {{"temperatures": [positive numbers]}}'
