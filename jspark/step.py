@@ -136,7 +136,7 @@ def verify_step(
     slots: Slots,
     args: StepArgs,
     proposal: Proposal | None,
-    temperatures: Float[Array, " g"] | None,
+    temperatures: Float[Array, "2 g"] | None,
     tables: Tables,
     *,
     sampling: Sampling,
@@ -147,9 +147,10 @@ def verify_step(
     """Verifies the windows of all rows and runs the prefill rows, in one forward; commits what was accepted.
 
     `proposal` is None in a step that drafts nothing: every row then verifies its anchor alone.
-    `temperatures`: sequential temperature scaling (STS), one a position, or None. `tables`: what adjust.py reads
-    in programs with penalties or steering. `logprobs`, `prompt_logprobs`: how many of the likeliest tokens come
-    back with each committed token, or prompt token of the step; None: no log-probabilities.
+    `temperatures`: sequential temperature scaling (STS), one a position, of greedy and of sampled rows; or None.
+    `tables`: what adjust.py reads in programs with penalties or steering. `logprobs`, `prompt_logprobs`: how many
+    of the likeliest tokens come back with each committed token, or prompt token of the step; None: no
+    log-probabilities.
     """
     rows = slots.take(args.slot)
     active = rows.live & args.decode
@@ -160,6 +161,8 @@ def verify_step(
     drafted = jnp.where(active & ~rows.fresh & rows.speculative, block_size, 0)
 
     if block_size:
+        if temperatures is not None:
+            temperatures = temperatures[jnp.where(rows.sampling.greedy, 0, 1)]
         conditional, survive = survival(proposal.confidence, temperatures)
         window = allocate(
             survive,
