@@ -56,7 +56,8 @@ class Generate:
         params = self.sampling.params()
         llm = open_llm(self.model, self.speculation, self.engine)
         asked: list[Prompt] = [self._chat(llm, p) for p in prompts] if self.chat else prompts
-        started = time.perf_counter()
+        # What the drafter's trial compiled is not part of this.
+        ready, started = llm.engine.programs.report.seconds, time.perf_counter()
         if self.json:
             for output in _in_order(llm, asked, params):
                 print(json_format.dumps(_record(output)), flush=True)
@@ -68,7 +69,8 @@ class Generate:
             for prompt, output in zip(prompts, _in_order(llm, asked, params), strict=True):
                 print(_block(len(outputs), prompt, output), flush=True)
                 outputs.append(output)
-        _print_figures(llm, outputs, time.perf_counter() - started)
+        compiling = llm.engine.programs.report.seconds - ready
+        _print_figures(llm, outputs, time.perf_counter() - started, compiling)
         return 0
 
     def _prompts(self) -> list[Prompt]:
@@ -177,11 +179,11 @@ def _record(output: Output) -> dict:
     return record
 
 
-def _print_figures(llm: LLM, outputs: Sequence[Output], seconds: float) -> None:
+def _print_figures(llm: LLM, outputs: Sequence[Output], seconds: float, compiling: float) -> None:
     report = llm.engine.programs.report
     tokens = sum(o.completion_tokens for o in outputs)
     steps = sum(o.steps for o in outputs)
-    parts = [f"{tokens} tokens", f"{tokens / max(seconds - report.seconds, 1e-9):.1f} tokens/s"]
+    parts = [f"{tokens} tokens", f"{tokens / max(seconds - compiling, 1e-9):.1f} tokens/s"]
     if steps and llm.algorithm != "NONE":
         parts.append(f"accept length τ {(tokens - len(outputs)) / steps:.2f}")
     parts.append(f"{report.programs} programs made ready in {report.seconds:.1f} s (not in the rate)")
