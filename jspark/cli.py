@@ -23,12 +23,14 @@ from jspark.cli_convert import Convert
 from jspark.cli_eval import Eval
 from jspark.cli_generate import Generate
 from jspark.cli_info import Info
+from jspark.cli_serve import Serve
 from jspark.demo import Demo
 from jspark.errors import JsparkWarning, UserError
 from jspark.flags import in_flags
 
 Command = (
     Annotated[Generate, subcommand("generate")]
+    | Annotated[Serve, subcommand("serve")]
     | Annotated[Info, subcommand("info")]
     | Annotated[Convert, subcommand("convert")]
     | Annotated[Calibrate, subcommand("calibrate")]

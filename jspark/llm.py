@@ -189,7 +189,7 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Generator[tuple[int, Output], None, None]:
         """(index of the prompt, an answer to it), each as soon as it is complete; otherwise as `generate`."""
-        return self._completed(self._answers(_several(prompts), params))
+        return self._completed(self.prepare(_several(prompts), params))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
         """The answer to one prompt, piece by piece; closing the iterator ends the request.
@@ -197,7 +197,7 @@ class LLM:
         The pieces' texts join to `generate`'s text, for each `index` of several continuations. Raises UserError at
         once, as `generate` does.
         """
-        return self._deltas(self._answers([prompt], params))
+        return self._deltas(self.prepare([prompt], params))
 
     def chat(
         self,
@@ -226,9 +226,13 @@ class LLM:
 
     # ── prompts → requests ────────────────────────────────────────────────────────────────────────────────────
 
-    def _answers(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    def prepare(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Answer]:
+        """The answers to be, for whoever drives `engine`: they are added to it there, and take its updates.
+
+        The `n` continuations of a prompt stand one after the other. Raises UserError as `generate` does.
+        """
         if params is None or isinstance(params, SamplingParams):
             each: Iterable[SamplingParams] = itertools.repeat(params or SamplingParams(), len(prompts))
         elif not (isinstance(params, Sequence) and all(isinstance(p, SamplingParams) for p in params)):

@@ -64,12 +64,15 @@ class Target:
         return replace(self, tokenizer=tokenizer.with_chat_template(source, origin))
 
     def chat_ids(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
     ) -> list[int]:
         """Token ids of a conversation ({"role": …, "content": …}) with the beginning of an answer.
 
-        tools: JSON schemas of what the model may call. Raises UserError where there is no chat template, or where
-        it refuses the messages or ignores the tools.
+        tools: JSON schemas of what the model may call. variables: further names for the template. Raises
+        UserError where there is no chat template, or where it refuses the messages or ignores the tools.
         """
         tokenizer = self.need_tokenizer("a chat")
         good = not isinstance(messages, str | Mapping) and all(
@@ -77,7 +80,8 @@ class Target:
         )
         if not (good and messages):
             raise UserError('a chat is a list of at least one {"role": …, "content": …}; pass such a list')
-        return tokenizer.encode(_unicode(tokenizer.apply_chat_template(messages, tools)), add_special_tokens=False)
+        prompt = tokenizer.apply_chat_template(messages, tools, **variables)
+        return tokenizer.encode(_unicode(prompt), add_special_tokens=False)
 
 
 @dataclass(frozen=True)
