@@ -1,6 +1,6 @@
 """Attention of packed, ragged query rows, and of draft blocks, over paged keys and values."""
 
-from jspark.pallas.ragged_attention.dispatch import Backend, Plan, attend, make_plan
+from jspark.pallas.ragged_attention.dispatch import Backend, Plan, attend, choose, make_plan, versions
 from jspark.pallas.ragged_attention.reference import Tiles, block_attention, ragged_attention
 from jspark.pallas.ragged_attention.segments import HeadShape, Segments
 
@@ -12,6 +12,8 @@ __all__ = [
     "Tiles",
     "attend",
     "block_attention",
+    "choose",
     "make_plan",
     "ragged_attention",
+    "versions",
 ]
