@@ -7,12 +7,13 @@ Does not know: file formats (checkpoint/ fills these in), arrays, or the command
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from jspark.errors import UserError
 
 Algorithm = Literal["NONE", "DFLASH", "DSPARK"]
 DType = Literal["float32", "bfloat16"]
+AttentionBackend = Literal["auto", "mosaic", "triton", "xla"]
 VerifyMode = Literal["static", "compact", "cap-accept"]
 
 
@@ -133,7 +134,8 @@ class EngineConfig:
     max_running_requests: request slots (R at most). page_size: tokens a KV page. max_total_tokens: tokens the
     page pool holds. context_length: longest prompt + output. chunked_prefill_size: prompt tokens a step.
     block_size: γ at run time (0: the checkpoint's). row_buckets, token_tiers: the ladders of R and T. overlap:
-    dispatch a step before the last one is collected (None: on GPUs).
+    dispatch a step before the last one is collected (None: on GPUs). attention_backend: what computes attention;
+    auto is the fastest kernel that serves the model here, else XLA.
     """
 
     max_running_requests: int = 0
@@ -147,6 +149,7 @@ class EngineConfig:
     row_buckets: tuple[int, ...] = ()
     token_tiers: tuple[int, ...] = ()
     overlap: bool | None = None
+    attention_backend: AttentionBackend = "auto"
 
     def __post_init__(self) -> None:
         sizes = ("max_running_requests", "page_size", "max_total_tokens", "context_length")
@@ -162,6 +165,11 @@ class EngineConfig:
         for name in ("page_size", "chunked_prefill_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.attention_backend not in get_args(AttentionBackend):
+            raise UserError(
+                f"attention_backend is {self.attention_backend!r}; it must be "
+                f"{', '.join(get_args(AttentionBackend))}"
+            )
         for name in ("row_buckets", "token_tiers"):
             steps = getattr(self, name)
             whole = isinstance(steps, tuple | list) and all(type(x) is int and x > 0 for x in steps)

@@ -26,11 +26,12 @@ from jspark.config import DecoderConfig, DrafterConfig, EngineConfig
 from jspark.errors import UserError
 from jspark.models.decoder import Decoder
 from jspark.models.drafter import Drafter
+from jspark.pallas.ragged_attention import Segments, Tiles
 from jspark.programs import Programs, ProposeShape, VerifyShape, at_least, ladder
 from jspark.request import FinishReason, Request, Update
 from jspark.scheduler import Running, Scheduler, Work
-from jspark.sizing import run_time_block_size, sized
-from jspark.state import Packet, Prefill, StepArgs, Tiles, empty_slots
+from jspark.sizing import attention, least_tokens, run_time_block_size, sized
+from jspark.state import Packet, Prefill, StepArgs, empty_slots
 from jspark.step import Pools, Sampling, Spec
 
 #: Rows of a prefill tile in the attention fallback, when several prompts share a chunk.
@@ -78,6 +79,8 @@ class Engine:
             page_size=config.page_size,
         )
         self.config = config = sized(config, spec, self.mesh)
+        spec = replace(spec, attention=attention(config, spec, self.mesh))
+        self._kernels = spec.attention.kernels
         if sts is not None and not all(0 < t < math.inf for t in sts):
             raise UserError("the calibration's temperatures must be positive numbers; calibrate again")
         if sts is not None and len(sts) != self.block_size:
@@ -107,7 +110,10 @@ class Engine:
             overhang=self.block_size,
         )
         self._vocab_size = target_config.vocab_size
-        self._page_steps = ladder(max(1, 256 // size), self.scheduler.table.shape[1])
+        widest = self.scheduler.table.shape[1]
+        # The reference gathers whole tables; a kernel reads only what it needs of one.
+        self._page_steps = (widest,) if self._kernels else ladder(max(1, 256 // size), widest)
+        self.least_tokens = least_tokens(self.mesh)
         self._tile = min(TILE, config.chunked_prefill_size)
         self._chunk_steps = ladder(self._tile, config.chunked_prefill_size)
         self._overlap = (
@@ -221,7 +227,8 @@ class Engine:
         sampling = _sampling(rows)
         # A fresh row has no features to draft from: its first token comes from its anchor alone.
         drafts = self.block_size > 0 and any(r.tokens or r.in_flight for r in work.decode)
-        plan, verify_tokens = self._plan(work, count) if drafts else (Plan(budget=0), count)
+        fewest = max(count, self.least_tokens)
+        plan, verify_tokens = self._plan(work, count) if drafts else (Plan(budget=0), fewest)
         args, pages, prefill = self._arguments(work, count, plan, verify_tokens)
         proposal = None
         if drafts:
@@ -246,7 +253,8 @@ class Engine:
                 if self.scheduler.generation[running.slot] == generation:
                     self._confidence[running.slot] = values
         decode, width = len(work.decode), self.block_size + 1
-        tiers = (*(t for t in self.config.token_tiers if count <= t < count * width), count * width)
+        most = max(count * width, self.least_tokens)
+        tiers = (*(t for t in self.config.token_tiers if max(count, self.least_tokens) <= t < most), most)
         logits = self._confidence[[r.slot for r in work.decode]]
         with np.errstate(over="ignore"):
             conditional = 1.0 / (1.0 + np.exp(-(logits if self._sts is None else logits / self._sts)))
@@ -268,7 +276,7 @@ class Engine:
         tier = at_least(tiers, decode + wanted)
         # The tier is filled: rows that padding would take cost nothing.
         plan = replace(plan, budget=tier - decode)
-        return plan, tier if self.config.verify_mode == "compact" else count * width
+        return plan, tier if self.config.verify_mode == "compact" else most
 
     def _arguments(
         self, work: Work, count: int, plan: Plan, verify_tokens: int
@@ -312,33 +320,44 @@ class Engine:
         tile = self._tile
         needed = sum(-(-size // tile) for size in sizes)
         # Many short prompts need more tiles than their tokens alone would.
-        total = next(s for s in self._chunk_steps if s >= sum(sizes) and self._tiles(s) >= needed)
+        enough = (s for s in self._chunk_steps if self._kernels or self._tiles(s) >= needed)
+        total = next(s for s in enough if s >= sum(sizes))
+        row_of = {id(r): i for i, r in enumerate(work.rows)}
+        rows = [row_of[id(c.running)] for c in chunks]
+        ends = np.cumsum(sizes)
+        tokens = np.zeros(total, np.int32)
+        positions = np.zeros(total, np.int32)
+        row = np.full(total, count, np.int32)
+        for chunk, r, end in zip(chunks, rows, ends, strict=True):
+            where = slice(end - (chunk.stop - chunk.start), end)
+            tokens[where] = chunk.running.request.prompt[chunk.start : chunk.stop]
+            positions[where] = np.arange(chunk.start, chunk.stop)
+            row[where] = r
+        fields: dict[str, Any] = {"tokens": tokens, "positions": positions, "row": row}
+        if self._kernels:
+            pads = (0, count - len(chunks))
+            arrays: dict[str, Any] = {
+                "start": np.pad(np.concatenate([[0], ends]), pads, mode="edge").astype(np.int32),
+                "row": np.pad(rows, pads).astype(np.int32),
+                "length": np.pad([c.stop for c in chunks], pads).astype(np.int32),
+            }
+            segments = Segments(**arrays, max_rows=total)
+            return Prefill(**fields, tiles=None, segments=segments), (total, 0, 0)
         tiles = self._tiles(total)
         if len(chunks) == 1 and total > tile:
             # One prompt: its pages are gathered once, not once a tile.
             tiles, tile = 1, total
-        row_of = {id(r): i for i, r in enumerate(work.rows)}
-        tokens = np.zeros(total, np.int32)
-        positions = np.zeros(total, np.int32)
-        row = np.full(total, count, np.int32)
         index = np.full((tiles, tile), verify_tokens + total, np.int32)
         tile_row = np.zeros(tiles, np.int32)
-        start = used = 0
-        for chunk in chunks:
-            size = chunk.stop - chunk.start
-            where = slice(start, start + size)
-            tokens[where] = chunk.running.request.prompt[chunk.start : chunk.stop]
-            positions[where] = np.arange(chunk.start, chunk.stop)
-            row[where] = row_of[id(chunk.running)]
+        used = 0
+        for size, r, end in zip(sizes, rows, ends, strict=True):
             for first in range(0, size, tile):
                 here = min(tile, size - first)
-                index[used, :here] = verify_tokens + start + first + np.arange(here)
-                tile_row[used] = row_of[id(chunk.running)]
+                index[used, :here] = verify_tokens + end - size + first + np.arange(here)
+                tile_row[used] = r
                 used += 1
-            start += size
         rectangles: dict[str, Any] = {"index": index, "row": tile_row}
-        fields: dict[str, Any] = {"tokens": tokens, "positions": positions, "row": row}
-        return Prefill(**fields, tiles=Tiles(**rectangles)), (total, tiles, tile)
+        return Prefill(**fields, tiles=Tiles(**rectangles), segments=None), (total, tiles, tile)
 
     def _collect(self, flight: Flight) -> list[Update]:
         """Results of a step: tokens out, figures, finished requests' slots and pages back."""

@@ -82,7 +82,7 @@ class LLM:
     as an object or in the command line's words. sts: temperatures of the drafter's confidence, one a drafted
     token (`calibration.read_temperatures`). seed: of the untrained drafter, and of the requests that bring
     none. engine: fields of `EngineConfig`, such as verify_mode, block_size, max_running_requests, page_size,
-    max_total_tokens, context_length, chunked_prefill_size.
+    max_total_tokens, context_length, chunked_prefill_size, attention_backend.
 
     Raises:
         UserError: something cannot be loaded, or the arguments contradict each other.

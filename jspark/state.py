@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jspark.pallas.ragged_attention import Tiles
+from jspark.pallas.ragged_attention import Segments, Tiles
 from jspark.sampling import RowSampling
 
 
@@ -67,13 +67,15 @@ def admit(slots: Slots, index: Int[Array, " a"], values: Slots) -> Slots:
 class Prefill:
     """The prefill-chunk rows of a step. tokens, positions, row: [c]; a row index of R or more is padding.
 
-    tiles: the same rows as rectangles, indices counted in the whole packed buffer.
+    tiles: the same rows as rectangles, indices counted in the whole packed buffer; None where kernels attend.
+    segments: the same rows, counted from the first prefill row; None where the reference attends.
     """
 
     tokens: Int[Array, " c"]
     positions: Int[Array, " c"]
     row: Int[Array, " c"]
-    tiles: Tiles
+    tiles: Tiles | None
+    segments: Segments | None
 
 
 @jax.tree_util.register_dataclass

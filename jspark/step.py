@@ -21,6 +21,7 @@ from jspark.config import DecoderConfig, DrafterConfig, VerifyMode
 from jspark.models.decoder import Decoder
 from jspark.models.drafter import Drafter
 from jspark.models.layers import Vocabulary
+from jspark.pallas.ragged_attention import REFERENCE, Attention
 from jspark.propose import Proposal, inject, propose
 from jspark.state import Packet, Slots, StepArgs
 from jspark.verify import forward
@@ -45,6 +46,7 @@ class Spec:
     block_size: int
     verify_mode: VerifyMode
     page_size: int
+    attention: Attention = REFERENCE
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -88,6 +90,7 @@ def propose_step(
         sampled=sampling.sampled,
         filtered=sampling.filtered,
         keep_q=sampling.rejection,
+        attention=spec.attention.draft,
     )
 
 
@@ -150,6 +153,7 @@ def verify_step(
         batch,
         logit_rows=verify_tokens,
         feature_layers=spec.feature_layers,
+        attention=spec.attention,
     )
     verdict = judge(
         logits,

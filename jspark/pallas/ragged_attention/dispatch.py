@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -53,7 +55,7 @@ def choose(
         UserError: the version asked for does not run here or does not serve these shapes.
     """
     possible = versions(platform, heads, max_rows, causal)
-    if wanted in possible:
+    if wanted != "auto" and wanted in possible:
         return wanted
     if wanted != "auto":
         raise UserError(
@@ -67,6 +69,49 @@ def choose(
     if chosen == "xla" and platform in ("gpu", "cuda"):
         _warn(heads)
     return chosen
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The versions that an engine uses. verify, prefill: of the target's rows, one launch each; draft: of draft
+    blocks. All are kernels or none is: the reference wants rows as rectangles and page tables cut to size.
+    """
+
+    verify: Backend = "xla"
+    prefill: Backend = "xla"
+    draft: Backend = "xla"
+
+    @property
+    def kernels(self) -> bool:
+        """Kernels compute it, not the reference."""
+        return self.verify != "xla"
+
+
+#: The reference for everything.
+REFERENCE = Attention()
+
+
+def choose_all(
+    wanted: Backend | Literal["auto"],
+    platform: str,
+    target: HeadShape,
+    drafter: HeadShape | None,
+    *,
+    width: int,
+    chunk: int,
+) -> Attention:
+    """The versions of an engine that verifies `width` rows a request and prefills `chunk` at a time.
+
+    Raises UserError as `choose` does; the version asked for need not serve chunks or blocks.
+    """
+    verify = choose(wanted, platform, target, width, True)
+    prefill = choose("auto", platform, target, chunk, True)
+    if wanted in versions(platform, target, chunk, True):
+        prefill = wanted
+    draft = choose("auto", platform, drafter, width, False) if drafter else verify
+    if "xla" in (verify, prefill, draft):
+        return REFERENCE
+    return Attention(verify, prefill, "triton")
 
 
 @cache
@@ -106,6 +151,57 @@ def make_plan(
     if backend == "xla":
         return None
     return _KERNELS[backend].make_plan(segments, heads, tokens=tokens, causal=causal, window=window, **tuning)
+
+
+def block_attend(
+    q: Float[Array, "r b n d"],
+    k: Float[Array, "r b k d"],
+    v: Float[Array, "r b k d"],
+    k_pool: Float[Array, "pages k p d"],
+    v_pool: Float[Array, "pages k p d"],
+    table: Int[Array, "r n_pages"],
+    context: Int[Array, " r"],
+    plan: Plan,
+    *,
+    window: int | None = None,
+    causal: bool = False,
+) -> Float[Array, "r b n d"]:
+    """Attention of draft blocks, whose own keys and values are in no page (reference.block_attention).
+
+    plan: of `make_block_plan` for the same arguments.
+    """
+    if plan is None:
+        return reference.block_attention(q, k, v, k_pool, v_pool, table, context, window=window, causal=causal)
+    flat_q, *own = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    segments = block_segments(context, q.shape[1])
+    out = triton.attend(
+        flat_q, k_pool, v_pool, table, segments, plan, causal=causal, window=window, own=(own[0], own[1])
+    )
+    return out.reshape(q.shape)
+
+
+def block_segments(context: Int[Array, " r"], rows: int) -> Segments:
+    """Draft blocks of `rows` rows, all of them, behind `context` tokens each."""
+    every = jnp.arange(context.shape[0] + 1, dtype=jnp.int32)
+    return Segments(every * rows, every[:-1], context + rows, rows)
+
+
+def make_block_plan(
+    backend: Backend,
+    context: Int[Array, " r"],
+    rows: int,
+    heads: HeadShape,
+    *,
+    window: int | None = None,
+    causal: bool = False,
+) -> Plan:
+    """The plan of `block_attend`, for all draft layers alike. Of the kernels only Triton's computes it."""
+    if backend == "xla":
+        return None
+    tokens = context.shape[0] * rows
+    return triton.make_plan(
+        block_segments(context, rows), heads, tokens=tokens, causal=causal, window=window, own=True
+    )
 
 
 def attend(

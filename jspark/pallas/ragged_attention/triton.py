@@ -40,8 +40,8 @@ class Blocks:
     num_stages: int
     two_loops: bool
     part_dtype: str = "float32"
-    merge_rows: int = 8
-    merge_parts: int = 4
+    merge_rows: int = 2
+    merge_parts: int = 16
 
 
 @jax.tree_util.register_dataclass
@@ -77,7 +77,7 @@ def supports(heads: HeadShape, max_rows: int, causal: bool) -> bool:
 
 def blocks_for(heads: HeadShape, max_rows: int) -> Blocks:
     """The tuned block sizes of a class of shapes."""
-    kind = "prefill" if max_rows * heads.group > _MOST else "decode"
+    kind = "prefill" if tile_size(heads, max_rows) == _MOST else "decode"
     return Blocks(**_tuned()[f"{kind} {heads.head_dim}"])
 
 
@@ -99,11 +99,13 @@ def make_plan(
     tokens: int,
     causal: bool,
     window: int | None = None,
+    own: bool = False,
     blocks: Blocks | None = None,
 ) -> Plan:
     """Cuts the units of all segments into stretches of equal length.
 
-    tokens: packed rows of the queries. blocks: in place of the tuned ones.
+    tokens: packed rows of the queries. own: keys of the rows themselves come apart (`attend`). blocks: in place of
+    the tuned ones.
     """
     blocks = blocks or blocks_for(heads, segments.max_rows)
     rows = tile_size(heads, segments.max_rows) // heads.group
@@ -111,7 +113,8 @@ def make_plan(
         assert causal
         segments = segments.split(rows, tokens)
     first, last = segments.key_range(window)
-    count = jnp.where(last > 0, -(-last // blocks.n) - first // blocks.n, 0)
+    paged = last - segments.rows if own else last
+    count = jnp.where(last > 0, -(-paged // blocks.n) - jnp.minimum(first, paged) // blocks.n + int(own), 0)
     # Sums over comparisons: one fused kernel each, where a scan and a binary search take many.
     tile = jnp.arange(count.shape[0] + 1, dtype=jnp.int32)
     units = jnp.sum(jnp.where(tile[None, :-1] < tile[:, None], count[None, :], 0), axis=1, dtype=jnp.int32)
@@ -143,8 +146,12 @@ def attend(
     causal: bool,
     window: int | None = None,
     scale: float | None = None,
+    own: tuple[Float[Array, "t k d"], Float[Array, "t k d"]] | None = None,
 ) -> Float[Array, "t n d"]:
-    """The op (dispatch.attend) with a plan of `make_plan` for the same segments, `causal` and `window`."""
+    """The op (dispatch.attend) with a plan of `make_plan` for the same segments, `causal` and `window`.
+
+    own: keys and values of the packed rows, which then need not be in the pages; at most 64 rows a segment.
+    """
     import jax_triton  # pyright: ignore[reportMissingImports]
 
     from jspark.pallas.ragged_attention import triton_kernels as kernels
@@ -160,6 +167,7 @@ def attend(
         q,
         k_pool,
         v_pool,
+        *(own or (q, q)),
         table,
         tiles.start,
         tiles.row,
@@ -185,6 +193,7 @@ def attend(
         CAUSAL=causal,
         WINDOW=window or 0,
         TWO_LOOPS=blocks.two_loops and not window,
+        OWN=max(16, 1 << (segments.max_rows - 1).bit_length()) if own else 0,
         ROW_SIZE=1 << (n * d - 1).bit_length(),
         **common,
     )

@@ -9,10 +9,37 @@ computes one stretch of that line: a task that a cut goes through is finished by
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# ruff: noqa: SIM108  (a choice at compile time is an if statement in Triton)
+# ruff: noqa: SIM102, SIM108  (a choice at compile time is an if statement of its own in Triton)
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _seen(key, row_position, length, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Which rows (down) see which keys (across), both by position."""
+    seen = key[None, :] < length
+    if CAUSAL:
+        seen = seen & (key[None, :] <= row_position[:, None])
+    if WINDOW > 0:
+        seen = seen & (key[None, :] > row_position[:, None] - WINDOW)
+        if not CAUSAL:
+            seen = seen & (key[None, :] < row_position[:, None] + WINDOW)
+    return seen
+
+
+@triton.jit
+def _weigh(scores, peak, total, MASKED: tl.constexpr):
+    """One step of online softmax in base 2: weights of these scores, what earlier sums shrink by, peak, total."""
+    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+    if MASKED:
+        # A row that has seen nothing yet: −inf − −inf would be NaN.
+        level = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    else:
+        level = new_peak
+    weights = tl.exp2(scores - level[:, None])
+    shrink = tl.exp2(peak - level)
+    return weights, shrink, new_peak, total * shrink + tl.sum(weights, axis=1)
 
 
 @triton.jit
@@ -38,7 +65,7 @@ def _blocks(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Online softmax (base 2) over the key blocks begin..end−1 of a task; `table` points at the request's row."""
+    """Attention over the key blocks begin..end−1 of a task; `table` points at the request's row."""
     d = tl.arange(0, D)
     n = tl.arange(0, N)
     for block in range(begin, end):
@@ -58,28 +85,15 @@ def _blocks(
             keys = tl.load(k + rows[None, :] * D + d[:, None])
         scores = tl.dot(q, keys) * scale
         if MASKED:
-            seen = (key + n)[None, :] < length
-            if CAUSAL:
-                seen = seen & ((key + n)[None, :] <= row_position[:, None])
-            if WINDOW > 0:
-                seen = seen & ((key + n)[None, :] > row_position[:, None] - WINDOW)
+            seen = _seen(key + n, row_position, length, CAUSAL, WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-        if MASKED:
-            # A row that has seen nothing yet: −inf − −inf would be NaN.
-            level = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        else:
-            level = new_peak
-        weights = tl.exp2(scores - level[:, None])
-        shrink = tl.exp2(peak - level)
-        total = total * shrink + tl.sum(weights, axis=1)
+        weights, shrink, peak, total = _weigh(scores, peak, total, MASKED)
         if MASKED:
             # What no row sees may be NaN, and 0 · NaN is NaN.
             values = tl.load(v + rows[:, None] * D + d[None, :], mask=(key + n)[:, None] < length, other=0.0)
         else:
             values = tl.load(v + rows[:, None] * D + d[None, :])
         accumulator = tl.dot(weights.to(values.dtype), values, accumulator * shrink[:, None])
-        peak = new_peak
     return accumulator, peak, total
 
 
@@ -88,6 +102,8 @@ def attend(
     q,
     k,
     v,
+    own_k,
+    own_v,
     table,
     start,
     row,
@@ -111,12 +127,14 @@ def attend(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     TWO_LOOPS: tl.constexpr,
+    OWN: tl.constexpr,
     ROW_SIZE: tl.constexpr,
 ):
     """One stretch of units; whole tasks go to `out` [t, n, D], the rest to slots of `part` [2·programs, M, D].
 
     The slot of a piece is twice its program, and one more where the piece begins its task. `part_level`: base-2
-    logarithm of the weight of each row of a part.
+    logarithm of the weight of each row of a part. With OWN > 0 the keys and values of the rows themselves are not
+    in pages but in own_k and own_v [t, KV heads, D]; they are the last unit of each task, OWN rows at most.
     """
     program = tl.program_id(0)
     m = tl.arange(0, M)
@@ -143,10 +161,15 @@ def attend(
         first = tl.load(start + tile)
         rows = tl.load(start + tile + 1) - first
         keys = tl.load(length + tile)
+        paged = keys
+        paged_end = end
+        if OWN > 0:
+            paged = keys - rows
+            paged_end = tl.minimum(end, count - 1)
         own_table = table + tl.load(row + tile).to(tl.int64) * pages
         skipped = 0
         if WINDOW > 0:
-            skipped = tl.maximum(keys - rows - WINDOW + 1, 0) // N
+            skipped = tl.minimum(tl.maximum(keys - rows - WINDOW + 1, 0), paged) // N
         token = m // G
         real = token < rows
         at = ((first + token).to(tl.int64) * (KV_HEADS * G) + head * G + m % G) * D
@@ -160,18 +183,30 @@ def attend(
         if TWO_LOOPS:
             # Blocks that every row sees whole need no mask.
             if CAUSAL:
-                whole = (keys - rows + 1) // N
+                whole = tl.minimum((keys - rows + 1) // N, paged // N)
             else:
-                whole = keys // N
-            masked_from = tl.maximum(begin, tl.minimum(end, whole))
+                whole = paged // N
+            masked_from = tl.maximum(begin, tl.minimum(paged_end, whole))
             accumulator, peak, total = _blocks(
-                accumulator, peak, total, queries, k, v, own_table, head, position, keys, begin, masked_from,
+                accumulator, peak, total, queries, k, v, own_table, head, position, paged, begin, masked_from,
                 scale, KV_HEADS, D, PAGE, N, False, CAUSAL, WINDOW,
             )  # fmt: skip
         accumulator, peak, total = _blocks(
-            accumulator, peak, total, queries, k, v, own_table, head, position, keys, skipped + masked_from,
-            skipped + end, scale, KV_HEADS, D, PAGE, N, True, CAUSAL, WINDOW,
+            accumulator, peak, total, queries, k, v, own_table, head, position, paged, skipped + masked_from,
+            skipped + paged_end, scale, KV_HEADS, D, PAGE, N, True, CAUSAL, WINDOW,
         )  # fmt: skip
+        if OWN > 0:
+            if end == count:
+                n = tl.arange(0, OWN)
+                place = ((first + n).to(tl.int64) * KV_HEADS + head) * D
+                there = n < rows
+                block_k = tl.load(own_k + place[None, :] + d[:, None], mask=there[None, :], other=0.0)
+                block_v = tl.load(own_v + place[:, None] + d[None, :], mask=there[:, None], other=0.0)
+                scores = tl.dot(queries, block_k) * scale
+                seen = _seen(paged + n, position, keys, CAUSAL, WINDOW)
+                scores = tl.where(seen, scores, float("-inf"))
+                weights, shrink, peak, total = _weigh(scores, peak, total, True)
+                accumulator = tl.dot(weights.to(block_v.dtype), block_v, accumulator * shrink[:, None])
 
         # A part may hold nothing that a row sees: its weight is 0, its level −inf.
         result = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
