@@ -22,6 +22,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jspark.bench import ceilings, report
+from jspark.errors import UserError
 from jspark.pallas.ragged_attention import Backend, HeadShape, attend, make_plan, reference, shapes, versions
 from jspark.pallas.ragged_attention.shapes import Arrays, Case
 
@@ -33,6 +34,7 @@ _BEYOND_CACHE = 2**29
 _BATCHES = 7
 #: Seconds of a timed batch, about.
 _BATCH_SECONDS = 0.02
+_WARM_SECONDS = 0.05
 #: Cases of a CPU: they show that the command works, not how fast anything is.
 _ON_A_CPU = (
     Case("r2 c64 q4", 2, 64, 4, heads=8, kv_heads=2, head_dim=64, page_size=16),
@@ -51,10 +53,15 @@ class Timed:
 
     def seconds(self) -> list[float]:
         """Seconds an op in each of several batches of programs one behind the other."""
-        jax.block_until_ready(self.compiled(*self.args))
-        started = time.perf_counter()
-        jax.block_until_ready(self.compiled(*self.args))
-        repeats = max(2, math.ceil(_BATCH_SECONDS / (time.perf_counter() - started)))
+        # An idle device has lowered its clocks.
+        awake = time.perf_counter() + _WARM_SECONDS
+        while True:
+            started = time.perf_counter()
+            jax.block_until_ready(self.compiled(*self.args))
+            seconds = time.perf_counter() - started
+            if started > awake:
+                break
+        repeats = max(2, math.ceil(_BATCH_SECONDS / seconds))
         batches = []
         for _ in range(_BATCHES):
             started = time.perf_counter()
@@ -84,6 +91,37 @@ def measure(mesh: Mesh, dtype: str) -> report.Record:
         }
 
 
+def soak(mesh: Mesh, dtype: str, seconds: float, seed: int) -> report.Record:
+    """Random shapes for `seconds`: each version's error against float32.
+
+    Raises:
+        UserError: an error beyond rounding, with the case and the seed.
+    """
+    device, number = mesh.devices.flat[0], jnp.dtype(dtype)
+    rng, started, worst, cases = np.random.default_rng(seed), time.perf_counter(), 0.0, 0
+    bound = 1e-5 if dtype == "float32" else 5e-3
+    with jax.default_device(device), ThreadPoolExecutor() as pool:
+        while time.perf_counter() - started < seconds:
+            # Compiling takes longer than running: several shapes at a time.
+            batch = [shapes.random_case(rng) for _ in range(1 if device.platform == "cpu" else 8)]
+            pairs = [
+                (case, name)
+                for case in batch
+                for name in versions(device.platform, _heads(case, number), case.max_rows, case.causal)
+                if name != "xla" or device.platform == "cpu"
+            ]
+            errors = pool.map(lambda pair: error(pair[0], number, pair[1]), pairs)
+            for (case, name), off in zip(pairs, errors, strict=True):
+                if off > bound:
+                    raise UserError(f"{name} is off by {off:.1e} (seed {seed}): {case}")
+                worst, cases = max(worst, off), cases + 1
+    return {"seconds": time.perf_counter() - started, "seed": seed, "runs": cases, "worst_error": worst}
+
+
+def _heads(case: Case, dtype) -> HeadShape:
+    return HeadShape(case.heads, case.kv_heads, case.head_dim, case.page_size, dtype.name)
+
+
 def inputs(case: Case, dtype, seed: int = 0) -> tuple[Arrays, Array]:
     """Arrays of a case with its pages in a pool beyond the cache, and one table a call [calls, r, p]."""
     page_bytes = 2 * case.kv_heads * case.page_size * case.head_dim * dtype.itemsize
@@ -103,45 +141,40 @@ def inputs(case: Case, dtype, seed: int = 0) -> tuple[Arrays, Array]:
     return arrays, jnp.asarray(np.stack(tables))
 
 
-def program(case: Case, arrays: Arrays, tables: Array, op: Callable[..., Callable[..., Array]]) -> Timed:
-    """`op(segments, tokens)(q, k_pool, v_pool, table, segments)` for each table, compiled as one program."""
+def program(backend: Backend, case: Case, arrays: Arrays, tables: Array, dtype, **tuning: Any) -> Timed:
+    """One call for each table, compiled as one program; the plan is made before, as it is made once a step."""
+    plan = _planner(backend, case, arrays.q.shape[0], dtype, **tuning)(arrays.segments)
 
-    def run(q, k_pool, v_pool, tables, segments):
-        prepared = op(segments, q.shape[0])
-        return [prepared(q, k_pool, v_pool, tables[i], segments) for i in range(tables.shape[0])]
+    def run(q, k_pool, v_pool, tables, segments, plan):
+        return [
+            attend(q, k_pool, v_pool, tables[i], segments, plan, causal=case.causal, window=case.window)
+            for i in range(tables.shape[0])
+        ]
 
-    args = (arrays.q, arrays.k_pool, arrays.v_pool, tables, arrays.segments)
+    args = (arrays.q, arrays.k_pool, arrays.v_pool, tables, arrays.segments, plan)
     return Timed(jax.jit(run).lower(*args).compile(), args, tables.shape[0])
 
 
-def version(backend: Backend, case: Case, dtype, **options: Any) -> Callable[..., Callable[..., Array]]:
-    """An op for `program`: the plan is made once, as in a step, then one call a table."""
-    heads = HeadShape(case.heads, case.kv_heads, case.head_dim, case.page_size, dtype.name)
-
-    def op(segments, tokens):
-        plan = make_plan(
-            backend, segments, heads, tokens=tokens, causal=case.causal, window=case.window, **options
+def _planner(backend: Backend, case: Case, tokens: int, dtype, **tuning: Any) -> Callable[[Any], Any]:
+    heads = _heads(case, dtype)
+    return jax.jit(
+        lambda segments: make_plan(
+            backend, segments, heads, tokens=tokens, causal=case.causal, window=case.window, **tuning
         )
-        return partial(_positional, plan=plan, causal=case.causal, window=case.window)
-
-    return op
+    )
 
 
-def _positional(q, k_pool, v_pool, table, segments, *, plan, causal, window):
-    return attend(q, k_pool, v_pool, table, segments, plan, causal=causal, window=window)
-
-
-def error(case: Case, dtype, backend: Backend, **options: Any) -> float:
+def error(case: Case, dtype, backend: Backend, **tuning: Any) -> float:
     """‖out − reference‖ / ‖reference‖ against float32, with poisoned pages and a poisoned output; 1 for NaN."""
     smaller = replace(case, pad_rows=case.pad_rows or 5, pad_segments=case.pad_segments or 2)
     arrays = shapes.make(smaller, dtype, seed=1)
-    call = version(backend, smaller, dtype, **options)
+    plan = _planner(backend, smaller, arrays.q.shape[0], dtype, **tuning)(arrays.segments)
 
     @jax.jit
-    def run(q, k_pool, v_pool, table, segments):
-        return call(segments, q.shape[0])(q, k_pool, v_pool, table, segments)
+    def run(q, k_pool, v_pool, table, segments, plan):
+        return attend(q, k_pool, v_pool, table, segments, plan, causal=case.causal, window=case.window)
 
-    args = (arrays.q, arrays.k_pool, arrays.v_pool, arrays.table, arrays.segments)
+    args = (arrays.q, arrays.k_pool, arrays.v_pool, arrays.table, arrays.segments, plan)
     run.lower(*args).compile()
     # The allocator hands out what was freed last: outputs and scratch of the run begin as NaN.
     poison = [jnp.full(arrays.q.shape, jnp.nan, dtype) for _ in range(8)]
@@ -195,11 +228,11 @@ def _cudnn(case: Case, arrays: Arrays, calls: int, dtype) -> Timed:
 
 def _measure_case(case: Case, dtype, device, limits: ceilings.Ceilings) -> list[report.Record]:
     arrays, tables = inputs(case, dtype)
+    heads = _heads(case, dtype)
     makers: dict[str, Callable[[], Timed]] = {
-        name: partial(program, case, arrays, tables, version(name, case, dtype))
-        for name in versions(device.platform, HeadShape(case.heads, case.kv_heads, case.head_dim, case.page_size,
-                                                        dtype.name), case.max_rows, case.causal)
-    }  # fmt: skip
+        name: partial(program, name, case, arrays, tables, dtype)
+        for name in versions(device.platform, heads, case.max_rows, case.causal)
+    }
     if device.platform == "gpu":
         makers["cudnn"] = partial(_cudnn, case, arrays, 6, dtype)
     with ThreadPoolExecutor() as pool:
@@ -269,6 +302,11 @@ def show(results: report.Record) -> None:
             f"Measured here: copy {limits['copy_bytes_per_second'] / 1e9:.0f} GB/s, read "
             f"{limits['read_bytes_per_second'] / 1e9:.0f} GB/s, "
             f"{limits['matmul_flops_per_second'] / 1e12:.3g} TFLOP/s.",
+            *(
+                [f"{soak['runs']} runs of random shapes, worst error {soak['worst_error']:.1e}."]
+                if (soak := results["soak"])
+                else []
+            ),
         ),
     )
 

@@ -49,23 +49,25 @@ def choose(
 ) -> Backend:
     """The version to use: the one wanted or, for `auto`, the fastest of the tuned table that serves these shapes.
 
-    Where `auto` has to make do with the reference on a GPU, one warning says so.
+    In float32 `auto` is the reference: kernels gain little where products are exact. Where `auto` is the reference
+    on a GPU, one warning says so.
 
     Raises:
         UserError: the version asked for does not run here or does not serve these shapes.
     """
     possible = versions(platform, heads, max_rows, causal)
-    if wanted != "auto" and wanted in possible:
-        return wanted
     if wanted != "auto":
+        if wanted in possible:
+            return wanted
         raise UserError(
             f"the attention backend {wanted} is not installed, or does not serve {heads.dtype} with "
             f"{heads.heads}/{heads.kv_heads} heads of {heads.head_dim} and pages of {heads.page_size} on this "
             f"{platform}; choose auto or one of {', '.join(possible)}"
         )
     kind = "prefill" if max_rows > 16 else "decode"
-    order: list[Backend] = _preference()[f"{kind} {heads.head_dim}"] if possible != ("xla",) else ["xla"]
-    chosen = next(name for name in (*order, *possible) if name in possible)
+    candidates: list[Backend] = [*_preference()[f"{kind} {max(heads.head_dim, 64)}"], *possible]
+    exact = heads.dtype == "float32"
+    chosen: Backend = "xla" if exact else next(name for name in candidates if name in possible)
     if chosen == "xla" and platform in ("gpu", "cuda"):
         _warn(heads)
     return chosen
@@ -105,11 +107,11 @@ def choose_all(
     Raises UserError as `choose` does; the version asked for need not serve chunks or blocks.
     """
     verify = choose(wanted, platform, target, width, True)
-    prefill = choose("auto", platform, target, chunk, True)
-    if wanted in versions(platform, target, chunk, True):
-        prefill = wanted
-    draft = choose("auto", platform, drafter, width, False) if drafter else verify
-    if "xla" in (verify, prefill, draft):
+    # Of the kernels, Triton's alone computes draft blocks; Mosaic's may leave chunks to it.
+    serves_chunks = wanted in versions(platform, target, chunk, True)
+    prefill = choose(wanted if serves_chunks else "auto", platform, target, chunk, True)
+    blocks = drafter is None or "triton" in versions(platform, drafter, width, False)
+    if "xla" in (verify, prefill) or not blocks:
         return REFERENCE
     return Attention(verify, prefill, "triton")
 
@@ -117,8 +119,8 @@ def choose_all(
 @cache
 def _warn(heads: HeadShape) -> None:
     _log.warning(
-        "attention runs in XLA, several times slower than a kernel: no installed kernel serves %s with %d/%d "
-        "heads of %d and pages of %d",
+        "attention runs in XLA, several times slower than a kernel would: none is installed, or none is meant for "
+        "%s with %d/%d heads of %d and pages of %d",
         heads.dtype,
         heads.heads,
         heads.kv_heads,
@@ -219,8 +221,8 @@ def attend(
     """Grouped-query attention of packed rows over the pages of their own requests.
 
     Row i of a segment of m rows stands at position length − m + i. It sees positions 0 to its own when `causal`,
-    else 0 to length − 1; with a `window` only positions above its own minus `window`. Keys and values of the
-    rows themselves are in the pages already. What no row may see can hold anything, NaN too. Packed rows in no
+    else 0 to length − 1; with a `window` only positions less than `window` away from its own. Keys and values of
+    the rows themselves are in the pages already. What no row may see can hold anything, NaN too. Packed rows in no
     segment come out as zeros. scale: of the scores, d^−½ by default.
     """
     for module in _KERNELS.values():

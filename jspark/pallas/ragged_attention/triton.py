@@ -71,14 +71,14 @@ def available() -> bool:
 def supports(heads: HeadShape, max_rows: int, causal: bool) -> bool:
     """Whether this version computes such shapes."""
     whole = causal or max_rows * heads.group <= _MOST
-    sizes = heads.head_dim in (64, 128) and heads.page_size in (16, 32, 64, 128, 256) and heads.group <= 16
-    return whole and sizes and heads.dtype in ("bfloat16", "float16")
+    page = heads.page_size
+    return whole and heads.head_dim in (16, 32, 64, 128) and page & (page - 1) == 0 and heads.group <= 16
 
 
 def blocks_for(heads: HeadShape, max_rows: int) -> Blocks:
     """The tuned block sizes of a class of shapes."""
     kind = "prefill" if tile_size(heads, max_rows) == _MOST else "decode"
-    return Blocks(**_tuned()[f"{kind} {heads.head_dim}"])
+    return Blocks(**_tuned()[f"{kind} {max(heads.head_dim, 64)}"])
 
 
 @cache

@@ -83,7 +83,7 @@ def _blocks(
             keys = tl.load(k + rows[None, :] * D + d[:, None], mask=(key + n)[None, :] < length, other=0.0)
         else:
             keys = tl.load(k + rows[None, :] * D + d[:, None])
-        scores = tl.dot(q, keys) * scale
+        scores = tl.dot(q, keys, input_precision="ieee") * scale
         if MASKED:
             seen = _seen(key + n, row_position, length, CAUSAL, WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
@@ -93,7 +93,9 @@ def _blocks(
             values = tl.load(v + rows[:, None] * D + d[None, :], mask=(key + n)[:, None] < length, other=0.0)
         else:
             values = tl.load(v + rows[:, None] * D + d[None, :])
-        accumulator = tl.dot(weights.to(values.dtype), values, accumulator * shrink[:, None])
+        accumulator = tl.dot(
+            weights.to(values.dtype), values, accumulator * shrink[:, None], input_precision="ieee"
+        )
     return accumulator, peak, total
 
 
@@ -202,11 +204,13 @@ def attend(
                 there = n < rows
                 block_k = tl.load(own_k + place[None, :] + d[:, None], mask=there[None, :], other=0.0)
                 block_v = tl.load(own_v + place[:, None] + d[None, :], mask=there[:, None], other=0.0)
-                scores = tl.dot(queries, block_k) * scale
+                scores = tl.dot(queries, block_k, input_precision="ieee") * scale
                 seen = _seen(paged + n, position, keys, CAUSAL, WINDOW)
                 scores = tl.where(seen, scores, float("-inf"))
                 weights, shrink, peak, total = _weigh(scores, peak, total, True)
-                accumulator = tl.dot(weights.to(block_v.dtype), block_v, accumulator * shrink[:, None])
+                accumulator = tl.dot(
+                    weights.to(block_v.dtype), block_v, accumulator * shrink[:, None], input_precision="ieee"
+                )
 
         # A part may hold nothing that a row sees: its weight is 0, its level −inf.
         result = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
