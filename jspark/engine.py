@@ -24,8 +24,8 @@ from jspark import axes, kv
 from jspark.budget import BatchState, CostTable, Full, Plan, Policy
 from jspark.config import DecoderConfig, DrafterConfig, EngineConfig
 from jspark.errors import UserError
+from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
-from jspark.models.drafter import Drafter
 from jspark.pallas.ragged_attention import Segments, Tiles
 from jspark.programs import Programs, ProposeShape, VerifyShape, at_least, ladder
 from jspark.request import FinishReason, Request, Update
@@ -61,7 +61,7 @@ class Engine:
         self,
         config: EngineConfig,
         target: tuple[Decoder, DecoderConfig],
-        drafter: tuple[Drafter, DrafterConfig] | None = None,
+        drafter: tuple[AnyDrafter, DrafterConfig] | None = None,
         *,
         policy: Policy | None = None,
         cost: CostTable | None = None,
@@ -100,7 +100,9 @@ class Engine:
             drafter=kv.make_pool(drafter[1].backbone, pages, size, dtype, self.mesh) if drafter else None,
         )
         slots = config.max_running_requests
-        self._slots = self.programs.place(empty_slots(slots, MAX_STOP_IDS))
+        self._chain = spec.drafter is not None and spec.drafter.eagle3 is not None
+        carried = (target_config.hidden_size, dtype) if self._chain else None
+        self._slots = self.programs.place(empty_slots(slots, MAX_STOP_IDS, carried))
         self._dummy = slots
         self.scheduler = Scheduler(
             slots,
@@ -326,14 +328,17 @@ class Engine:
         rows = [row_of[id(c.running)] for c in chunks]
         ends = np.cumsum(sizes)
         tokens = np.zeros(total, np.int32)
-        positions = np.zeros(total, np.int32)
+        positions, following = np.zeros(total, np.int32), np.zeros(total, np.int32)
         row = np.full(total, count, np.int32)
         for chunk, r, end in zip(chunks, rows, ends, strict=True):
             where = slice(end - (chunk.stop - chunk.start), end)
             tokens[where] = chunk.running.request.prompt[chunk.start : chunk.stop]
             positions[where] = np.arange(chunk.start, chunk.stop)
+            following[where] = chunk.running.request.prompt[chunk.start + 1 : chunk.stop + 1]
             row[where] = r
         fields: dict[str, Any] = {"tokens": tokens, "positions": positions, "row": row}
+        if self._chain:
+            fields["following"] = following
         if self._kernels:
             pads = (0, count - len(chunks))
             arrays: dict[str, Any] = {

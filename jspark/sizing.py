@@ -13,16 +13,19 @@ from jax.sharding import Mesh
 from jspark import kv
 from jspark.config import DecoderConfig, DrafterConfig, EngineConfig, check_drafter_fits
 from jspark.errors import UserError
-from jspark.pallas.ragged_attention import Attention, HeadShape, choose_all
+from jspark.pallas.ragged_attention import REFERENCE, Attention, HeadShape, choose_all
 from jspark.programs import ladder
 from jspark.step import Spec
+
+#: Drafted tokens of an EAGLE-3 chain at most: each is a forward of its own, compiled into one program.
+MAX_CHAIN = 32
 
 
 def run_time_block_size(config: EngineConfig, drafter: DrafterConfig | None, target: DecoderConfig) -> int:
     """γ of this engine: the checkpoint's or the smaller one asked for; 0 without a drafter.
 
     Raises:
-        UserError: a block size without a drafter or above the trained one, a drafter that does not fit.
+        UserError: a block size without a drafter or above what the drafter can do, a drafter that does not fit.
     """
     if drafter is None:
         if config.block_size:
@@ -30,7 +33,10 @@ def run_time_block_size(config: EngineConfig, drafter: DrafterConfig | None, tar
         return 0
     check_drafter_fits(drafter, target)
     size = config.block_size or drafter.block_size
-    if size > drafter.block_size:
+    if drafter.eagle3 is not None:
+        if size > MAX_CHAIN:
+            raise UserError(f"a chain of {size} drafted tokens was asked for; ask for {MAX_CHAIN} or less")
+    elif size > drafter.block_size:
         raise UserError(
             f"block size {size} is larger than the {drafter.block_size} this drafter was trained for; "
             f"ask for {drafter.block_size} or less"
@@ -53,6 +59,13 @@ def attention(config: EngineConfig, spec: Spec, mesh: Mesh) -> Attention:
     def heads(model: DecoderConfig) -> HeadShape:
         return HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, config.page_size, config.dtype)
 
+    if spec.drafter is not None and spec.drafter.eagle3 is not None:
+        # Its chain attends in XLA, which wants rectangles and small page tables.
+        if config.attention_backend not in ("auto", "xla"):
+            raise UserError(
+                f"the attention backend {config.attention_backend} does not serve EAGLE-3 drafters; choose auto or xla"
+            )
+        return REFERENCE
     several = mesh.devices.size > 1
     if several and config.attention_backend not in ("auto", "xla"):
         raise UserError(
