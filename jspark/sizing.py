@@ -63,7 +63,8 @@ def attention(config: EngineConfig, spec: Spec, mesh: Mesh) -> Attention:
         # Its chain attends in XLA, which wants rectangles and small page tables.
         if config.attention_backend not in ("auto", "xla"):
             raise UserError(
-                f"the attention backend {config.attention_backend} does not serve EAGLE-3 drafters; choose auto or xla"
+                f"the attention backend {config.attention_backend} does not serve EAGLE-3 drafters; "
+                "choose auto or xla"
             )
         return REFERENCE
     several = mesh.devices.size > 1
