@@ -106,7 +106,8 @@ def sized(config: EngineConfig, spec: Spec, mesh: Mesh) -> EngineConfig:
     tokens = config.max_total_tokens or min(slots * (context + spec.block_size), room // per_token)
     width = spec.block_size + 1
     # On a GPU a step of one row takes as long as one of eight: fewer programs serve all.
-    rows = config.row_buckets or ladder(min(least_tokens(mesh), slots), slots)
+    fewest = slots if config.single_shapes else min(least_tokens(mesh), slots)
+    rows = config.row_buckets or ladder(fewest, slots)
     if rows[-1] < slots:
         raise UserError(f"the largest row bucket {rows[-1]} is below max_running_requests {slots}; raise it")
     tiers = config.token_tiers or tuple(sorted({r * m for r in rows for m in (1, 2, 4, width)}))

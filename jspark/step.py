@@ -83,7 +83,7 @@ def propose_step(
     draft, start = (
         (partial(eagle.propose, drafter), rows.carried)
         if isinstance(drafter, Eagle3)
-        else (partial(propose, drafter), rows.anchor)
+        else (partial(propose, drafter, attention=spec.attention.draft), rows.anchor)
     )
     assert start is not None
     return draft(
@@ -98,7 +98,6 @@ def propose_step(
         sampled=sampling.sampled,
         filtered=sampling.filtered,
         keep_q=sampling.rejection,
-        attention=spec.attention.draft,
     )
 
 
@@ -110,7 +109,7 @@ def verify_step(
     slots: Slots,
     args: StepArgs,
     proposal: Proposal | None,
-    temperatures: Float[Array, " g"] | None,
+    temperatures: Float[Array, "2 g"] | None,
     *,
     sampling: Sampling,
     verify_tokens: int,
@@ -118,7 +117,7 @@ def verify_step(
     """Verifies the windows of all rows and runs the prefill rows, in one forward; commits what was accepted.
 
     `proposal` is None in a step that drafts nothing: every row then verifies its anchor alone.
-    `temperatures`: sequential temperature scaling (STS), one a position, or None.
+    `temperatures`: sequential temperature scaling (STS), one a position, of greedy and of sampled rows; or None.
     """
     rows = slots.take(args.slot)
     active = rows.live & args.decode
@@ -129,6 +128,8 @@ def verify_step(
     drafted = jnp.where(active & ~rows.fresh, block_size, 0)
 
     if block_size:
+        if temperatures is not None:
+            temperatures = temperatures[jnp.where(rows.sampling.greedy, 0, 1)]
         conditional, survive = survival(proposal.confidence, temperatures)
         window = allocate(
             survive,

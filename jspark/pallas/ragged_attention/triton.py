@@ -78,10 +78,10 @@ def supports(heads: HeadShape, max_rows: int, causal: bool) -> bool:
 def blocks_for(heads: HeadShape, max_rows: int) -> Blocks:
     """The tuned block sizes of a class of shapes."""
     kind = "prefill" if tile_size(heads, max_rows) == _MOST else "decode"
-    tuned = _tuned()[f"{kind} {max(heads.head_dim, 64)}"]
+    tuned: dict[str, Any] = _tuned()[f"{kind} {max(heads.head_dim, 64)}"]
     if heads.dtype == "float32":
         # Twice the bytes: what is tuned for two-byte numbers would not fit in shared memory.
-        tuned = tuned | {"n": 64, "num_stages": 2}
+        tuned = {**tuned, "n": 64, "num_stages": 2}
     return Blocks(**tuned)
 
 
