@@ -109,15 +109,16 @@ def test_bfloat16_engine_with_and_without_kernels():
         for i, n in enumerate(rng.integers(1, 300, size=12))
     ]
     tokens = []
-    for backend in ("triton", "xla"):
+    for backend in ("xla", "triton", "auto"):
         sizes = EngineConfig(
             max_running_requests=12, context_length=400, chunked_prefill_size=128, dtype="bfloat16",
             attention_backend=backend,
         )  # fmt: skip
         engine = Engine(sizes, (model, config), drafter, mesh=mesh())
-        assert engine.programs.spec.attention.kernels == (backend == "triton")
+        assert engine.programs.spec.attention.kernels == (backend != "xla")
         tokens.append([r.tokens for r in run(engine, requests)])
     # Logits differ by rounding, and after a first difference everything may.
-    first = [next((i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]), 12)
-             for a, b in zip(*tokens, strict=True)]  # fmt: skip
-    assert np.mean(first) > 9
+    for other in tokens[1:]:
+        pairs = zip(tokens[0], other, strict=True)
+        first = [next((i for i in range(12) if a[i] != b[i]), 12) for a, b in pairs]
+        assert np.mean(first) > 8

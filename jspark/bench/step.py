@@ -29,6 +29,7 @@ from jspark.models.decoder import Decoder
 from jspark.models.drafter import Drafter
 from jspark.programs import use_compilation_cache
 from jspark.request import Request, SamplingParams
+from jspark.sizing import least_tokens
 from jspark.state import Slots
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ def _programs(
         args = launches.args(rows * (size + 1))
         add("propose", rows * size, work, lambda slots: launches.propose(slots, args))
     for name, multiple in _tiers(size if drafter else 0).items():
-        tokens = rows * multiple
+        tokens = max(rows * multiple, least_tokens(launches.programs.mesh))
         work = ceilings.target_pass(model, config, rows=rows, tokens=tokens, context=context)
         if drafter:
             work += ceilings.inject_pass(drafter[0], tokens=tokens)

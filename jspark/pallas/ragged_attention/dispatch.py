@@ -33,14 +33,22 @@ Backend = Literal["mosaic", "triton", "xla"]
 Plan = Any
 
 _log = logging.getLogger(__name__)
-_KERNELS: dict[Backend, ModuleType] = {"triton": triton}
+
+
+@cache
+def _kernels() -> dict[Backend, ModuleType]:
+    """The kernel versions; Mosaic GPU takes a while to import, and a CPU has no use for it."""
+    from jspark.pallas.ragged_attention import mosaic
+
+    return {"mosaic": mosaic, "triton": triton}
 
 
 def versions(platform: str, heads: HeadShape, max_rows: int, causal: bool) -> tuple[Backend, ...]:
     """The versions that run here and serve these shapes; the reference always does."""
     fitting: tuple[Backend, ...] = ()
     if platform in ("gpu", "cuda"):
-        fitting = tuple(n for n, m in _KERNELS.items() if m.available() and m.supports(heads, max_rows, causal))
+        kernels = _kernels().items()
+        fitting = tuple(n for n, m in kernels if m.available() and m.supports(heads, max_rows, causal))
     return (*fitting, "xla")
 
 
@@ -111,7 +119,11 @@ def choose_all(
     serves_chunks = wanted in versions(platform, target, chunk, True)
     prefill = choose(wanted if serves_chunks else "auto", platform, target, chunk, True)
     blocks = drafter is None or "triton" in versions(platform, drafter, width, False)
-    if "xla" in (verify, prefill) or not blocks:
+    if "xla" in (verify, prefill):
+        return REFERENCE
+    if not blocks:
+        assert drafter is not None
+        _warn(drafter)
         return REFERENCE
     return Attention(verify, prefill, "triton")
 
@@ -152,7 +164,7 @@ def make_plan(
     """
     if backend == "xla":
         return None
-    return _KERNELS[backend].make_plan(segments, heads, tokens=tokens, causal=causal, window=window, **tuning)
+    return _kernels()[backend].make_plan(segments, heads, tokens=tokens, causal=causal, window=window, **tuning)
 
 
 def block_attend(
@@ -225,9 +237,7 @@ def attend(
     the rows themselves are in the pages already. What no row may see can hold anything, NaN too. Packed rows in no
     segment come out as zeros. scale: of the scores, d^−½ by default.
     """
-    for module in _KERNELS.values():
-        if isinstance(plan, module.Plan):
-            return module.attend(
-                q, k_pool, v_pool, table, segments, plan, causal=causal, window=window, scale=scale
-            )
+    if plan is not None:
+        module = next(m for m in _kernels().values() if isinstance(plan, m.Plan))
+        return module.attend(q, k_pool, v_pool, table, segments, plan, causal=causal, window=window, scale=scale)
     return reference.attend(q, k_pool, v_pool, table, segments, causal=causal, window=window, scale=scale)
