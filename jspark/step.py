@@ -6,7 +6,7 @@ Does not know: shapes that exist (programs.py), requests (engine.py), or how any
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jspark.batch import pack
 from jspark.config import DecoderConfig, DrafterConfig, VerifyMode
 from jspark.logprobs import logprobs as log_softmax_of
 from jspark.logprobs import prompt_logprobs as log_softmax_of_prompt
+from jspark.mask import Mask, cut, restrict
 from jspark.models.decoder import Decoder
 from jspark.models.drafter import Drafter
 from jspark.models.layers import Vocabulary
@@ -130,6 +131,7 @@ def verify_step(
     proposal: Proposal | None,
     temperatures: Float[Array, " g"] | None,
     tables: Tables,
+    mask: Mask | None = None,
     *,
     sampling: Sampling,
     verify_tokens: int,
@@ -140,7 +142,7 @@ def verify_step(
 
     `proposal` is None in a step that drafts nothing: every row then verifies its anchor alone.
     `temperatures`: sequential temperature scaling (STS), one a position, or None. `tables`: what adjust.py reads
-    in programs with penalties or steering. `logprobs`, `prompt_logprobs`: how many of the likeliest tokens come
+    in programs with penalties or steering. `mask`: of rows with a grammar, if there are any. `logprobs`, `prompt_logprobs`: how many of the likeliest tokens come
     back with each committed token, or prompt token of the step; None: no log-probabilities.
     """
     rows = slots.take(args.slot)
@@ -151,14 +153,16 @@ def verify_step(
     block_size = proposal.tokens.shape[1]
     drafted = jnp.where(active & ~rows.fresh & rows.speculative, block_size, 0)
 
+    # An illegal draft is certain to be refused, and whether it is sent makes no difference to what is committed.
+    ceiling = drafted if mask is None else jnp.minimum(drafted, mask.legal)
     if block_size:
         conditional, survive = survival(proposal.confidence, temperatures)
         window = allocate(
             survive,
             conditional,
             budget=args.budget,
-            min_window=jnp.minimum(args.min_window, drafted),
-            max_window=jnp.minimum(args.max_window, drafted),
+            min_window=jnp.minimum(args.min_window, ceiling),
+            max_window=jnp.minimum(args.max_window, ceiling),
             threshold=args.threshold,
         )
     else:
@@ -197,6 +201,9 @@ def verify_step(
             penalties=sampling.penalties,
             steering=sampling.steering,
         )
+    dead = None
+    if mask is not None:
+        adjusted, dead = restrict(adjusted, row, offset, mask)
     verdict = judge(
         adjusted,
         batch.index,
@@ -212,6 +219,9 @@ def verify_step(
         coupled=sampling.coupled,
         rejection=sampling.rejection,
     )
+    ended = None
+    if dead is not None:
+        verdict, ended = cut(verdict, dead, batch.index)
     done = commit(
         verdict.tokens,
         verdict.count,
@@ -219,6 +229,8 @@ def verify_step(
         stop_ids=rows.stop_ids,
         active=active,
     )
+    if ended is not None:
+        done = replace(done, finished=done.finished | (active & ended))
     draft_pool = pools.drafter
     if drafter is not None:
         assert spec.drafter is not None
