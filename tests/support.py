@@ -15,7 +15,7 @@ from jspark.batch import pack
 from jspark.checkpoint import open_drafter, open_target
 from jspark.config import EngineConfig
 from jspark.engine import Engine
-from jspark.request import Request, SamplingParams, Stats
+from jspark.request import Request, SamplingParams, Stats, TokenLogprob
 from jspark.sampling import RowSampling, coupled_gumbel, log_probs
 from jspark.verify import forward
 from jspark.weights import load_decoder, load_drafter
@@ -63,6 +63,8 @@ class Result:
     tokens: list[int] = field(default_factory=list)
     reason: str | None = None
     stats: Stats = field(default_factory=Stats)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 def run(engine: Engine, requests: list[Request]) -> list[Result]:
@@ -75,6 +77,8 @@ def run(engine: Engine, requests: list[Request]) -> list[Result]:
             result = results[update.id]
             assert result.reason is None, "tokens after the end"
             result.tokens += update.tokens
+            result.logprobs += update.logprobs
+            result.prompt_logprobs += update.prompt_logprobs
             result.reason, result.stats = update.finish_reason, update.stats
     assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
     return [results[request.id] for request in requests]
@@ -129,7 +133,7 @@ def row_sampling(params: SamplingParams, coupled: bool) -> RowSampling:
         top_k=jnp.full(1, max(params.top_k, 0), jnp.int32),
         top_p=jnp.full(1, params.top_p, jnp.float32),
         min_p=jnp.full(1, params.min_p, jnp.float32),
-        seed=jnp.full(1, params.seed or 0, jnp.uint32),
+        seed=jnp.full(1, ((params.seed or 0) ^ ((params.seed or 0) >> 32)) & 0xFFFFFFFF, jnp.uint32),
         coupled=jnp.full(1, coupled),
     )
 

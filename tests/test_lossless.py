@@ -88,7 +88,7 @@ def random_engine(rng: np.random.Generator, name: str) -> Engine:
     table = CostTable({1: 1e-3}, {t: 1e-3 * (1 + t // 8) for t in range(1, 80)})
     policies = [
         Full(),
-        Fixed(int(rng.integers(0, 8))),
+        Fixed(int(rng.integers(0, block + 1))),
         Threshold(float(rng.uniform(0.1, 0.9))),
         GlobalArgmax(table),
     ]
