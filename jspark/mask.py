@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Mask:
     """Legal tokens of the constrained rows of a step, for every offset from the anchor.
 
-    row: the entry of a row in `bits`, −1 for a row without a grammar. legal: leading drafted tokens that are legal;
-    γ for a row without a grammar. bits: token t is bit t % 32 of word t // 32.
+    row: the entry of a row in `bits`, −1 for a row without a grammar. legal: how many drafted tokens, from the
+    first, are legal; γ for a row without a grammar. bits: token t is bit t % 32 of word t // 32.
     """
 
     row: Int[Array, " r"]
@@ -39,14 +39,16 @@ class Mask:
 def host_mask(
     matchers: Sequence[Matcher | None], drafts: Sequence[Sequence[int]], rows: int, width: int, vocab: int
 ) -> Mask:
-    """The mask of a step, on the host. matchers, drafts: an entry a row, None and anything for rows without a grammar;
-    a row may draft nothing. rows, width, vocab: r, w and v of the step; `bits` has few different lengths.
+    """The mask of a step, on the host.
+
+    matchers, drafts: an entry a row, None and anything for rows without a grammar; a row may draft nothing. rows,
+    width, vocab: r, w and v of the step. `bits` has few different lengths, since each is a program.
     """
     from jspark.grammar import masks
 
     own = [i for i, matcher in enumerate(matchers) if matcher is not None]
     bits, legal = masks([m for m in matchers if m is not None], [drafts[i] for i in own], width)
-    size = 1
+    size = 4
     while size < len(own):
         size *= 4
     padded = np.zeros((min(size, rows), width, -(-vocab // 32)), np.uint32)
@@ -59,8 +61,9 @@ def host_mask(
 def restrict(
     logits: Float[Array, "t v"], row: Int[Array, " t"], offset: Int[Array, " t"], mask: Mask
 ) -> tuple[Float[Array, "t v"], Bool[Array, " t"]]:
-    """(logits with −inf at illegal tokens, whether nothing is left). Where nothing is left, logits stay as they were:
-    finite numbers for a row whose token `cut` drops.
+    """(logits with −inf at illegal tokens, whether nothing is left).
+
+    Where nothing is left, logits stay as they were: finite numbers for a row whose token `cut` drops.
 
     row, offset: the request row and the offset from its anchor of every packed row.
     """

@@ -142,8 +142,9 @@ def verify_step(
 
     `proposal` is None in a step that drafts nothing: every row then verifies its anchor alone.
     `temperatures`: sequential temperature scaling (STS), one a position, or None. `tables`: what adjust.py reads
-    in programs with penalties or steering. `mask`: of rows with a grammar, if there are any. `logprobs`, `prompt_logprobs`: how many of the likeliest tokens come
-    back with each committed token, or prompt token of the step; None: no log-probabilities.
+    in programs with penalties or steering. `mask`: of the rows that have a grammar, if any has. `logprobs`,
+    `prompt_logprobs`: how many of the likeliest tokens come back with each committed token, or prompt token of the
+    step; None: no log-probabilities.
     """
     rows = slots.take(args.slot)
     active = rows.live & args.decode
