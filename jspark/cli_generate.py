@@ -20,7 +20,15 @@ from rich.progress import MofNCompleteColumn, Progress
 from tyro.conf import arg
 
 from jspark.errors import UserError
-from jspark.flags import EngineFlags, SamplingFlags, SpeculationFlags, StructureFlags, open_llm, token_ids
+from jspark.flags import (
+    EngineFlags,
+    ModelFlags,
+    SamplingFlags,
+    SpeculationFlags,
+    StructureFlags,
+    open_llm,
+    token_ids,
+)
 
 if TYPE_CHECKING:
     from jspark.llm import LLM, Output
@@ -33,8 +41,7 @@ Prompt = str | list[int]
 class Generate:
     """Answer prompts: text streams to stdout, figures go to stderr."""
 
-    model_path: str
-    """A Hugging Face folder, a GGUF file, or the built-in smollm2-135m."""
+    model: ModelFlags
     prompt: Annotated[tuple[str, ...], arg(metavar="TEXT")] = ()
     """A text to continue. Answers come in this order: --prompt, --token-ids, --prompt-file."""
     token_ids: Annotated[tuple[str, ...], arg(metavar="ID,ID,…")] = ()
@@ -54,11 +61,13 @@ class Generate:
     def run(self) -> int:
         """Answers all prompts."""
         prompts = self._prompts()
+        if self.model.chat_template is not None and not self.chat:
+            raise UserError("--chat-template does nothing without --chat; add --chat, or drop it")
         params = replace(self.sampling.params(), structured_outputs=self.structure.structured_outputs())
         for flag, k in (("--logprobs", params.logprobs), ("--prompt-logprobs", params.prompt_logprobs)):
             if k is not None and not self.json:
                 raise UserError(f"{flag} shows in JSON only; add --json, or drop it")
-        llm = open_llm(self.model_path, self.speculation, self.engine)
+        llm = open_llm(self.model, self.speculation, self.engine)
         asked: list[Prompt] = [self._chat(llm, p) for p in prompts] if self.chat else prompts
         started = time.perf_counter()
         if self.json:

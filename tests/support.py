@@ -127,6 +127,25 @@ def full_logits(tokens: tuple[int, ...], name: str = "qwen3_tiny") -> np.ndarray
     return np.asarray(_logits_program(name)(padded, np.int32(len(tokens))))[: len(tokens)]
 
 
+def adjusted(request: Request, output: list[int], logits: np.ndarray) -> np.ndarray:
+    """The rules of jspark/adjust.py, one after the other in NumPy, on the logits of the token after `output`."""
+    p, z = request.params, logits.astype(np.float64).copy()
+    for token in {*request.prompt, *output}:
+        z[token] = z[token] / p.repetition_penalty if z[token] > 0 else z[token] * p.repetition_penalty
+    for token in set(output):
+        z[token] -= p.frequency_penalty * output.count(token) + p.presence_penalty
+    for token, bias in (p.logit_bias or {}).items():
+        z[token] += bias
+    history = [*request.prompt, *output]
+    for word in request.bad_words:
+        begin = list(word[:-1])
+        if not begin or history[-len(begin) :] == begin:
+            z[word[-1]] = -np.inf
+    if len(output) < p.min_tokens:
+        z[list(request.stop_ids)] = -np.inf
+    return z
+
+
 def row_sampling(params: SamplingParams, coupled: bool) -> RowSampling:
     return RowSampling(
         temperature=jnp.full(1, params.temperature, jnp.float32),

@@ -170,7 +170,8 @@ def test_every_mode_equals_a_loop_of_whole_forwards(grammars, overlapped):
 def check_schemas(rng: np.random.Generator, count: int, grammars: Grammars, engine: Engine) -> None:
     """`count` schemas at temperature 0, as many at 1 with a seed, as many without."""
     whole = 0
-    for kind in ({"temperature": 0}, {"seed": 5}, {}):
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 5}, {}]
+    for kind in kinds:
         schemas = [random_schema(rng) for _ in range(count)]
         params = SamplingParams(max_tokens=90, **kind)
         requests = [
@@ -266,7 +267,8 @@ def test_min_tokens_wait_while_the_grammar_can_go_on(grammars, overlapped):
 def test_where_other_parameters_forbid_all_that_is_legal_the_answer_ends(grammars, overlapped):
     base = constrain(Request(0, prompts(NAME)[0], GREEDY), grammars, {"regex": "[ab]{2}x"})
     words = ((ID_X,),)
-    for kind in ({"temperature": 0}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0}):
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0}]
+    for kind in kinds:
         banned = replace(base, bad_words=words, params=replace(base.params, **kind, bad_words=words))
         result = run(overlapped, [banned])[0]
         assert result.reason == "stop"
