@@ -17,6 +17,7 @@ from test_lossless import DRAFTERS, Erratic, random_engine, random_requests
 from text_model import text_model
 
 from jspark import LLM, SamplingParams, StructuredOutputs, UserError
+from jspark.cli import main
 from jspark.config import EngineConfig, VerifyMode
 from jspark.engine import Engine
 from jspark.grammar import Grammar, Grammars, masks
@@ -327,10 +328,14 @@ def test_abort_at_any_moment_leaves_the_others_alone(grammars, overlapped, rng):
 
 
 @pytest.fixture(scope="module")
-def llm(goldens, tmp_path_factory) -> LLM:
-    model = text_model(goldens / "qwen3_tiny", tmp_path_factory.mktemp("structured") / "model", PIECES, EOS)
+def model(goldens, tmp_path_factory) -> str:
+    return str(text_model(goldens / "qwen3_tiny", tmp_path_factory.mktemp("structured") / "model", PIECES, EOS))
+
+
+@pytest.fixture(scope="module")
+def llm(goldens, model) -> LLM:
     sizes = {"max_running_requests": 2, "row_buckets": (2,), "page_size": 16, "context_length": 128}
-    return LLM(str(model), str(goldens / NAME), **sizes)
+    return LLM(model, str(goldens / NAME), **sizes)
 
 
 def test_llm_answers_in_json_and_stops_where_told(llm):
@@ -369,6 +374,34 @@ def test_llm_refuses_what_it_cannot_do(llm, goldens):
     request = Request(0, (1,), SamplingParams(structured_outputs={"regex": "a"}))
     with pytest.raises(UserError, match="without their grammar"):
         bare.engine.add(request)
+
+
+def test_the_command_line(model, tmp_path, capsys):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 3}')
+    (tmp_path / "two.lark").write_text('start: "ab" "c"')
+    args = ["generate", "--model-path", model, "--prompt", "hello", "--max-running-requests", "1"]
+    args += ["--context-length", "64", "--json"]
+    for flags, fits in (
+        (["--json-schema", str(schema)], lambda t: json.loads(t) in ([1, 1], [1, 1, 1])),
+        (["--json-schema", '{"const": "x"}'], lambda t: json.loads(t) == "x"),
+        (["--grammar", str(tmp_path / "two.lark")], lambda t: t == "abc"),
+        (["--choice", "ab", "--choice", "ba"], lambda t: t in ("ab", "ba")),
+    ):
+        assert main([*args, *flags]) == 0
+        record = json.loads(capsys.readouterr().out)
+        assert fits(record["text"])
+        assert record["finish_reason"] == "stop"
+    for flags, why in (
+        (["--json-schema", str(tmp_path / "none.json")], "cannot be read"),
+        (["--json-schema", '{"type": "objekt"}'], "objekt"),
+        (["--regex", "a", "--choice", "b"], "give one of them"),
+        (["--regex", "(?=a)"], "look-around"),
+    ):
+        assert main([*args, *flags]) == 2
+        message = capsys.readouterr().err
+        assert why in message
+        assert message.strip().count("\n") == 0
 
 
 def test_the_built_in_model():
