@@ -417,10 +417,11 @@ class Engine:
             reason: FinishReason | None = None
             problem = None
             if packet.finished[i]:
-                # Without a stop token, and below the limit: nothing was legal any more.
-                stopped = running.tokens < running.limit or tokens[-1] in running.request.stop_ids
-                problem = running.matcher.problem if running.matcher and stopped else None
-                reason = "abort" if problem else "stop" if stopped else "length"
+                stopped = bool(tokens) and tokens[-1] in running.request.stop_ids
+                full = running.tokens >= running.limit
+                if running.matcher and not (stopped or full):  # nothing was legal any more
+                    problem = running.matcher.why_stopped(tokens)
+                reason = "abort" if problem else "length" if full and not stopped else "stop"
                 self.scheduler.release(running)
             elif running.matcher:
                 running.matcher.advance(tokens)

@@ -213,7 +213,7 @@ def test_rejection_sampling_keeps_the_constrained_distribution(grammars, rng):
         block_size=3,
     )
     e = Engine(config, target("qwen3_tiny"), drafter(NAME), policy=Erratic(rng), mesh=mesh())
-    trials = 2000
+    trials = 1500
     results = run(e, [replace(request, id=i) for i in range(trials)])
     probabilities: dict[tuple[int, ...], float] = {}
     open_ = {(): 1.0}
