@@ -27,8 +27,8 @@ from jspark.errors import UserError
 from jspark.intake import MAX_STOP_IDS, SlotTables, check_ids
 from jspark.logprobs import Logprobs, told
 from jspark.mask import Mask, host_mask
+from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
-from jspark.models.drafter import Drafter
 from jspark.programs import Programs, ProposeShape, VerifyShape, at_least, ladder
 from jspark.propose import Proposal
 from jspark.request import LOGPROB_STEPS, FinishReason, Request, Update
@@ -63,7 +63,7 @@ class Engine:
         self,
         config: EngineConfig,
         target: tuple[Decoder, DecoderConfig],
-        drafter: tuple[Drafter, DrafterConfig] | None = None,
+        drafter: tuple[AnyDrafter, DrafterConfig] | None = None,
         *,
         policy: Policy | None = None,
         cost: CostTable | None = None,
@@ -100,7 +100,9 @@ class Engine:
             drafter=kv.make_pool(drafter[1].backbone, pages, size, dtype, self.mesh) if drafter else None,
         )
         slots = config.max_running_requests
-        self._slots = self.programs.place(empty_slots(slots, MAX_STOP_IDS))
+        self._chain = spec.drafter is not None and spec.drafter.eagle3 is not None
+        carried = (target_config.hidden_size, dtype) if self._chain else None
+        self._slots = self.programs.place(empty_slots(slots, MAX_STOP_IDS, carried))
         self._dummy = slots
         self._tables = SlotTables(self.programs, slots, target_config.vocab_size)
         self.scheduler = Scheduler(
@@ -363,11 +365,8 @@ class Engine:
             tiles, tile = 1, total
         row_of = {id(r): i for i, r in enumerate(work.rows)}
         tokens = np.zeros(total, np.int32)
-        positions = np.zeros(total, np.int32)
+        positions, following = np.zeros(total, np.int32), np.zeros(total, np.int32)
         row = np.full(total, count, np.int32)
-        following = None
-        if any(c.running.request.params.prompt_logprobs is not None for c in chunks):
-            following = np.zeros(total, np.int32)
         index = np.full((tiles, tile), verify_tokens + total, np.int32)
         tile_row = np.zeros(tiles, np.int32)
         start = used = 0
@@ -376,9 +375,8 @@ class Engine:
             where = slice(start, start + size)
             tokens[where] = chunk.running.request.prompt[chunk.start : chunk.stop]
             positions[where] = np.arange(chunk.start, chunk.stop)
+            following[where] = chunk.running.request.prompt[chunk.start + 1 : chunk.stop + 1]
             row[where] = row_of[id(chunk.running)]
-            if following is not None:
-                following[where] = chunk.running.request.prompt[chunk.start + 1 : chunk.stop + 1]
             for first in range(0, size, tile):
                 here = min(tile, size - first)
                 index[used, :here] = verify_tokens + start + first + np.arange(here)
@@ -386,7 +384,9 @@ class Engine:
                 used += 1
             start += size
         rectangles: dict[str, Any] = {"index": index, "row": tile_row}
-        fields: dict[str, Any] = {"tokens": tokens, "positions": positions, "row": row, "following": following}
+        fields: dict[str, Any] = {"tokens": tokens, "positions": positions, "row": row}
+        if self._chain or any(c.running.request.params.prompt_logprobs is not None for c in chunks):
+            fields["following"] = following
         return Prefill(**fields, tiles=Tiles(**rectangles)), (total, tiles, tile)
 
     def _collect(self, flight: Flight) -> list[Update]:

@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 from jspark import programs
 from jspark.answer import Answer, Delta, Output
 from jspark.budget import Full, Policy, Threshold, parse_policy
+from jspark.chat_template import read_template
 from jspark.config import Algorithm, DType, EngineConfig, VerifyMode
 from jspark.engine import Engine
 from jspark.errors import UserError
@@ -99,6 +100,7 @@ class LLM:
         found = find_drafter(spec, speculative_algorithm, draft_anchor_predicts, draft_revision, offline)
         self._refuse_unused(found, engine.get("block_size"), mode, sts)
         self._sts = sts
+        template = None if chat_template is None else read_template(chat_template)
         programs.use_compilation_cache()
         if not isinstance(model, Target):
             model = load_target(fspath(model), dtype, mesh, draft=found, revision=revision, offline=offline)
@@ -108,7 +110,7 @@ class LLM:
             )
         elif dtype not in (None, model.dtype) or mesh not in (None, model.mesh):
             raise UserError("the target is loaded already; its dtype and mesh cannot be changed, load it again")
-        self.target = model if chat_template is None else model.with_chat_template(chat_template)
+        self.target = model if template is None else model.with_chat_template(template, str(chat_template))
         self.served_model_name = served_model_name or model.name
         self.algorithm: Algorithm = found.algorithm if found else "NONE"
         self._drafter = load_drafter(found, model, seed or 0) if found else None

@@ -7,13 +7,14 @@ Does not know: shapes that exist (programs.py), requests (engine.py), or how any
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from jspark import kv
+from jspark import eagle, kv
 from jspark.accept import commit, judge, owners
 from jspark.adjust import Tables, adjust, record
 from jspark.allocate import allocate, survival
@@ -22,8 +23,9 @@ from jspark.config import DecoderConfig, DrafterConfig, VerifyMode
 from jspark.logprobs import logprobs as log_softmax_of
 from jspark.logprobs import prompt_logprobs as log_softmax_of_prompt
 from jspark.mask import Mask, cut, restrict
+from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
-from jspark.models.drafter import Drafter
+from jspark.models.eagle3 import Eagle3
 from jspark.models.layers import Vocabulary
 from jspark.propose import Proposal, inject, propose
 from jspark.state import Packet, Slots, StepArgs
@@ -72,7 +74,7 @@ class Pools:
 
 def propose_step(
     spec: Spec,
-    drafter: Drafter,
+    drafter: AnyDrafter,
     vocabulary: Vocabulary,
     pool: kv.Pool,
     slots: Slots,
@@ -104,12 +106,18 @@ def propose_step(
         # A reduced draft vocabulary may hold forbidden tokens only; a draft that is refused is better than NaN.
         return jnp.where(jnp.max(adjusted, axis=-1, keepdims=True) > -jnp.inf, adjusted, logits)
 
-    return propose(
-        drafter,
+    # The two kinds of drafters differ in what they start from.
+    draft, start = (
+        (partial(eagle.propose, drafter), rows.carried)
+        if isinstance(drafter, Eagle3)
+        else (partial(propose, drafter), rows.anchor)
+    )
+    assert start is not None
+    return draft(
         vocabulary,
         spec.drafter,
         pool,
-        rows.anchor,
+        start,
         rows.position,
         table,
         rows.sampling,
@@ -124,7 +132,7 @@ def propose_step(
 def verify_step(
     spec: Spec,
     target: Decoder,
-    drafter: Drafter | None,
+    drafter: AnyDrafter | None,
     pools: Pools,
     slots: Slots,
     args: StepArgs,
@@ -232,12 +240,19 @@ def verify_step(
     )
     if ended is not None:
         done = replace(done, finished=done.finished | (active & ended))
-    draft_pool = pools.drafter
+    draft_pool, carried = pools.drafter, slots.carried
     if drafter is not None:
         assert spec.drafter is not None
         assert features is not None
         assert draft_pool is not None
-        draft_pool = inject(drafter, spec.drafter, draft_pool, features, batch)
+        if isinstance(drafter, Eagle3):
+            assert carried is not None
+            assert rows.carried is not None
+            view, committed = drafter.vocabulary(target.vocabulary), (done.tokens, done.count, args.prefill)
+            draft_pool, new = eagle.inject(drafter, view, spec.drafter, draft_pool, features, batch, *committed)
+            carried = carried.at[args.slot].set(jnp.where((done.count > 0)[:, None], new, rows.carried))
+        else:
+            draft_pool = inject(drafter, spec.drafter, draft_pool, features, batch)
 
     last = jnp.take_along_axis(done.tokens, jnp.maximum(done.count - 1, 0)[:, None], axis=1)[:, 0]
     asked = asked_prompt = None
@@ -261,6 +276,7 @@ def verify_step(
         stop_ids=slots.stop_ids,
         sampling=slots.sampling,
         adjust=slots.adjust,
+        carried=carried,
     )
     packet = Packet(
         tokens=done.tokens,
