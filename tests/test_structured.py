@@ -342,6 +342,7 @@ def llm(goldens, model) -> LLM:
 
 def test_llm_answers_in_json_and_stops_where_told(llm):
     schema = {"type": "object", "properties": {"k": {"enum": ["abc", "bc"]}}, "required": ["k"]}
+    schema |= {"additionalProperties": False}
     params = SamplingParams(temperature=0, max_tokens=60, structured_outputs={"json": schema}, logprobs=0)
     output = llm.generate("hello", params)[0]
     assert output.finish_reason == "stop"
