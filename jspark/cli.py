@@ -17,7 +17,9 @@ from tyro.conf import subcommand
 
 import jspark
 from jspark.cli_bench import Bench
+from jspark.cli_calibrate import Calibrate
 from jspark.cli_convert import Convert
+from jspark.cli_eval import Eval
 from jspark.cli_generate import Generate
 from jspark.cli_info import Info
 from jspark.demo import Demo
@@ -28,6 +30,8 @@ Command = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Info, subcommand("info")]
     | Annotated[Convert, subcommand("convert")]
+    | Annotated[Calibrate, subcommand("calibrate")]
+    | Annotated[Eval, subcommand("eval")]
     | Annotated[Demo, subcommand("demo")]
     | Annotated[Bench, subcommand("bench")]
 )

@@ -137,7 +137,7 @@ def verify_step(
     slots: Slots,
     args: StepArgs,
     proposal: Proposal | None,
-    temperatures: Float[Array, " g"] | None,
+    temperatures: Float[Array, "2 g"] | None,
     tables: Tables,
     mask: Mask | None = None,
     *,
@@ -149,10 +149,10 @@ def verify_step(
     """Verifies the windows of all rows and runs the prefill rows, in one forward; commits what was accepted.
 
     `proposal` is None in a step that drafts nothing: every row then verifies its anchor alone.
-    `temperatures`: sequential temperature scaling (STS), one a position, or None. `tables`: what adjust.py reads
-    in programs with penalties or steering. `mask`: of the rows that have a grammar, if any has. `logprobs`,
-    `prompt_logprobs`: how many of the likeliest tokens come back with each committed token, or prompt token of the
-    step; None: no log-probabilities.
+    `temperatures`: sequential temperature scaling (STS), one a position, of greedy and of sampled rows; or None.
+    `tables`: what adjust.py reads in programs with penalties or steering. `mask`: of the rows that have a grammar,
+    if any has. `logprobs`, `prompt_logprobs`: how many of the likeliest tokens come back with each committed
+    token, or prompt token of the step; None: no log-probabilities.
     """
     rows = slots.take(args.slot)
     active = rows.live & args.decode
@@ -165,6 +165,8 @@ def verify_step(
     # An illegal draft is certain to be refused, and whether it is sent makes no difference to what is committed.
     ceiling = drafted if mask is None else jnp.minimum(drafted, mask.legal)
     if block_size:
+        if temperatures is not None:
+            temperatures = temperatures[jnp.where(rows.sampling.greedy, 0, 1)]
         conditional, survive = survival(proposal.confidence, temperatures)
         window = allocate(
             survive,

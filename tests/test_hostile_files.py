@@ -139,7 +139,7 @@ def test_the_files_that_are_spoiled_are_good_ones(model, tmp_path):
     fuzz_files.use_target(model)
     (tmp_path / "m.gguf").write_bytes(b"".join(map(fuzz_files._packed, fuzz_files.gguf_atoms())))
     fuzz_files.use_target(tmp_path / "m.gguf")
-    for dialect in ("deepspec", "specforge", "speculators", "dflash"):
+    for dialect in ("deepspec", "specforge", "speculators", "dflash", "eagle3"):
         config, tensors = fuzz_files.drafter_files(dialect)
         folder = tmp_path / dialect
         folder.mkdir()
