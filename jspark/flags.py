@@ -72,6 +72,8 @@ class SpeculationFlags:
     """Branch, tag or commit of a drafter of the Hub."""
     draft_anchor_predicts: AnchorPredicts = None
     """Whether row 0 of the drafter predicts, for drafters that do not say so themselves."""
+    skip_draft_probe: bool = False
+    """Leaves out the trial that warns about drafters whose drafts are hardly ever accepted."""
     speculative_dspark_block_size: Annotated[int, arg(help_behavior_hint="(default: the drafter's)")] = 0
     """Drafted tokens a step, γ."""
     speculative_num_steps: Annotated[int, arg(help_behavior_hint="(default: the drafter's)")] = 0
@@ -251,6 +253,7 @@ def open_llm(model: ModelFlags, speculation: SpeculationFlags, engine: EngineFla
         served_model_name=model.served_model_name,
         chat_template=model.chat_template,
         draft_anchor_predicts=yes_or_no(speculation.draft_anchor_predicts),
+        draft_probe=not speculation.skip_draft_probe,
         policy=speculation.verify_policy,
         sts=None if sts is None else read_temperatures(sts),
         verify_mode=speculation.verify_mode,

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jspark import programs
+from jspark import probe, programs
 from jspark.answer import Answer, Delta, Output
 from jspark.budget import Full, Policy, Threshold, parse_policy
 from jspark.calibration import Temperatures
@@ -51,7 +51,8 @@ class LLM:
     weights. speculative_algorithm: follows from the drafter when not given. revision, draft_revision: of models
     of the Hub. offline: nothing is fetched. served_model_name: in outputs; the checkpoint's name when not given.
     chat_template: a file to use in place of the checkpoint's. draft_anchor_predicts: whether the drafter's row 0
-    predicts, for checkpoints that do not say so. dtype: float32 on the CPU and bfloat16 elsewhere when not given.
+    predicts, for checkpoints that do not say so. draft_probe: a trial answer that warns when hardly any draft is
+    accepted. dtype: float32 on the CPU and bfloat16 elsewhere when not given.
     policy: how much of each block is verified,
     as an object or in the command line's words. sts: temperatures of the drafter's confidence, one a drafted
     token (`calibration.read_temperatures`). seed: of the untrained drafter, and of the requests that bring
@@ -75,6 +76,7 @@ class LLM:
         served_model_name: str | None = None,
         chat_template: str | PathLike[str] | None = None,
         draft_anchor_predicts: bool | None = None,
+        draft_probe: bool = True,
         dtype: DType | None = None,
         policy: str | Policy = "full",
         sts: Temperatures | Sequence[float] | None = None,
@@ -126,6 +128,10 @@ class LLM:
         # Held while requests and the engine change, not while a caller looks at an answer.
         self._lock = threading.RLock()
         self._config = self.engine.config
+        if self._drafter and found and found.checkpoint and draft_probe:
+            prompt = model.text_ids(probe.TEXT) if model.tokenizer else []
+            prompt = prompt or probe.arbitrary_prompt(model.config.vocab_size)
+            probe.probe(self.engine, (model.model, model.config), self._drafter, prompt, model.mesh)
 
     def _refuse_unused(self, draft: Draft | None, block_size: int | None, mode: VerifyMode, sts: object) -> None:
         """UserError for settings of a drafter that is not there, or of a head that it does not have."""

@@ -23,6 +23,7 @@ KEYS = ["model", "index", "text", "output_ids", "finish_reason", "prompt_tokens"
 KEYS += ["steps"]
 KEYS += ["accept_length", "window_histogram", "accepted_histogram", "prefill_seconds", "decode_seconds"]
 SIZES = ["--max-running-requests", "1", "--context-length", "128", "--chunked-prefill-size", "32"]
+SIZES += ["--skip-draft-probe"]
 
 
 @pytest.fixture(scope="module")
