@@ -25,14 +25,17 @@ from jspark.calibration import Temperatures
 from jspark.config import DecoderConfig, DrafterConfig, EngineConfig
 from jspark.intake import MAX_STOP_IDS, SlotTables, check_ids
 from jspark.logprobs import Logprobs, told
+from jspark.mask import Mask, host_mask
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
+from jspark.pallas.ragged_attention import Segments, Tiles
 from jspark.programs import Programs, ProposeShape, VerifyShape, at_least, ladder
+from jspark.propose import Proposal
 from jspark.record import Observer, StepRecord
 from jspark.request import LOGPROB_STEPS, FinishReason, Request, Update
 from jspark.scheduler import Chunk, Running, Scheduler, Waiting, Work
-from jspark.sizing import run_time_block_size, sized
-from jspark.state import Packet, Prefill, StepArgs, Tiles, empty_slots
+from jspark.sizing import attention, least_tokens, run_time_block_size, sized
+from jspark.state import Packet, Prefill, StepArgs, empty_slots
 from jspark.step import Pools, Sampling, Spec
 
 #: Rows of a prefill tile in the attention fallback, when several prompts share a chunk.
@@ -84,6 +87,8 @@ class Engine:
             page_size=config.page_size,
         )
         self.config = config = sized(config, spec, self.mesh)
+        spec = replace(spec, attention=attention(config, spec, self.mesh))
+        self._kernels = spec.attention.kernels
         self._sts = None if sts is None else Temperatures.of(sts).table(self.block_size)
         self.policy = policy or Full()
         self.cost = cost
@@ -111,8 +116,11 @@ class Engine:
         )
         self._vocab_size = target_config.vocab_size
         most_pages, chunk = self.scheduler.table.shape[1], config.chunked_prefill_size
+        self.least_tokens = least_tokens(self.mesh)
         self._tile = min(TILE, chunk)
-        self._page_steps = ladder(most_pages if config.single_shapes else max(1, 256 // size), most_pages)
+        # The reference gathers whole tables; a kernel reads only what it needs of one.
+        widest = config.single_shapes or self._kernels
+        self._page_steps = ladder(most_pages if widest else max(1, 256 // size), most_pages)
         self._chunk_steps = ladder(chunk if config.single_shapes else self._tile, chunk)
         self._overlap = (
             config.overlap if config.overlap is not None else self.mesh.devices.flat[0].platform != "cpu"
@@ -175,10 +183,9 @@ class Engine:
         admitted = self.scheduler.admit(time.perf_counter())
         if admitted:
             self._place(admitted)
-        flight = self._dispatch()
+        flight, updates = self._dispatch()
         if flight is not None:
             self._flights.append(flight)
-        updates: list[Update] = []
         keep = 1 if self._overlap and flight is not None else 0
         while len(self._flights) > keep:
             updates += self._collect(self._flights.popleft())
@@ -209,28 +216,32 @@ class Engine:
             a.frequency[i] = params.frequency_penalty
             a.min_position[i] = len(request.prompt) + params.min_tokens if params.min_tokens else 0
             a.biased[i], a.worded[i] = bool(params.logit_bias or request.bad_words), bool(request.bad_words)
+            running.matcher = request.grammar.matcher() if request.grammar else None
             self._confidence[running.slot] = np.nan
             self._tables.admit(request, running.slot)
         index, values = self.programs.place((index, values))
         self._slots = self.programs.admit(self._slots, index, values)
 
-    def _dispatch(self) -> Flight | None:
+    def _dispatch(self) -> tuple[Flight | None, list[Update]]:
+        """The step that was dispatched, if any, and the results of earlier ones that had to be known for it."""
         now = time.perf_counter()
         work = self.scheduler.plan(self._tile, self._tiles(self._chunk_steps[-1]))
         rows = work.rows
         if not rows:
-            return None
+            return None, []
         count = at_least(self.config.row_buckets, len(rows))
         sampling = _sampling(rows)
         # A fresh row has no features to draft from: its first token comes from its anchor alone.
         drafts = self.block_size > 0 and any((r.tokens or r.in_flight) and _drafts(r) for r in work.decode)
-        plan, verify_tokens = self._plan(work, count) if drafts else (Plan(budget=0), count)
+        fewest = max(count, self.least_tokens)
+        plan, verify_tokens = self._plan(work, count) if drafts else (Plan(budget=0), fewest)
         args, pages, prefill = self._arguments(work, count, plan, verify_tokens)
         tables = self._tables.take(penalties=sampling.penalties, steering=sampling.steering)
         proposal = None
         if drafts:
             propose = ProposeShape(count, pages, sampling)
             proposal = self.programs.propose(propose, self._pools, self._slots, args, tables)
+        mask, updates = self._mask(work, count, proposal)
         shape = VerifyShape(
             count,
             pages,
@@ -240,9 +251,10 @@ class Engine:
             prefill,
             logprobs=_most(r.request.params.logprobs for r in work.decode),
             prompt_logprobs=_most(c.running.request.params.prompt_logprobs for c in work.chunks),
+            masked=0 if mask is None else mask.bits.shape[0],
         )
         self._pools, self._slots, tables, packet = self.programs.verify(
-            shape, self._pools, self._slots, args, proposal, tables
+            shape, self._pools, self._slots, args, proposal, tables, mask
         )
         self._tables.update(tables)
         for array in jax.tree.leaves(packet):
@@ -251,7 +263,27 @@ class Engine:
             running.in_flight += 1
         self._step += 1
         generations = self.scheduler.generation[[r.slot for r in work.decode]]
-        return Flight(self._step, shape, now, packet, work.decode, generations, work.chunks)
+        return Flight(self._step, shape, now, packet, work.decode, generations, work.chunks), updates
+
+    def _mask(self, work: Work, count: int, proposal: Proposal | None) -> tuple[Mask | None, list[Update]]:
+        """Legal tokens of the rows that have a grammar; None without such rows.
+
+        The exception to a loop that never waits: a grammar has to take in the tokens of the step before, whose
+        results are returned, and to see this step's drafts. Both come to the host while the device drafts.
+        """
+        if not any(r.matcher for r in work.decode):
+            return None, []
+        updates = [update for flight in self._flights for update in self._collect(flight)]
+        self._flights.clear()
+        matchers = [None if r.finished else r.matcher for r in work.decode]
+        if not any(matchers):
+            return None, updates
+        drafts: list[list[int]] = [[] for _ in matchers]
+        if proposal is not None:
+            tokens = np.asarray(proposal.tokens).tolist()
+            drafts = [own if r.tokens and _drafts(r) else [] for r, own in zip(work.decode, tokens, strict=False)]
+        width = 1 if proposal is None else proposal.tokens.shape[1] + 1
+        return self.programs.place(host_mask(matchers, drafts, count, width, self._vocab_size)), updates
 
     def _plan(self, work: Work, count: int) -> tuple[Plan, int]:
         """The plan with its tier filled, and the packed verify rows: from confidence two steps old.
@@ -264,7 +296,8 @@ class Engine:
                 if self.scheduler.generation[running.slot] == generation:
                     self._confidence[running.slot] = values
         decode, width = len(work.decode), self.block_size + 1
-        tiers = (*(t for t in self.config.token_tiers if count <= t < count * width), count * width)
+        most = max(count * width, self.least_tokens)
+        tiers = (*(t for t in self.config.token_tiers if max(count, self.least_tokens) <= t < most), most)
         logits = self._confidence[[r.slot for r in work.decode]]
         if self._sts is not None:
             logits = logits / self._sts[[int(r.request.params.temperature > 0) for r in work.decode]]
@@ -291,7 +324,7 @@ class Engine:
         tier = at_least(tiers, decode + wanted)
         # The tier is filled: rows that padding would take cost nothing.
         plan = replace(plan, budget=tier - decode)
-        return plan, tier if self.config.verify_mode == "compact" else count * width
+        return plan, tier if self.config.verify_mode == "compact" else most
 
     def _arguments(
         self, work: Work, count: int, plan: Plan, verify_tokens: int
@@ -335,36 +368,47 @@ class Engine:
         tile = self._tile
         needed = sum(-(-size // tile) for size in sizes)
         # Many short prompts need more tiles than their tokens alone would.
-        total = next(s for s in self._chunk_steps if s >= sum(sizes) and self._tiles(s) >= needed)
+        enough = (s for s in self._chunk_steps if self._kernels or self._tiles(s) >= needed)
+        total = next(s for s in enough if s >= sum(sizes))
+        row_of = {id(r): i for i, r in enumerate(work.rows)}
+        rows = [row_of[id(c.running)] for c in chunks]
+        ends = np.cumsum(sizes)
+        tokens = np.zeros(total, np.int32)
+        positions, following = np.zeros(total, np.int32), np.zeros(total, np.int32)
+        row = np.full(total, count, np.int32)
+        for chunk, r, end in zip(chunks, rows, ends, strict=True):
+            where = slice(end - (chunk.stop - chunk.start), end)
+            tokens[where] = chunk.running.request.prompt[chunk.start : chunk.stop]
+            positions[where] = np.arange(chunk.start, chunk.stop)
+            following[where] = chunk.running.request.prompt[chunk.start + 1 : chunk.stop + 1]
+            row[where] = r
+        fields: dict[str, Any] = {"tokens": tokens, "positions": positions, "row": row}
+        if self._chain or any(c.running.request.params.prompt_logprobs is not None for c in chunks):
+            fields["following"] = following
+        if self._kernels:
+            pads = (0, count - len(chunks))
+            arrays: dict[str, Any] = {
+                "start": np.pad(np.concatenate([[0], ends]), pads, mode="edge").astype(np.int32),
+                "row": np.pad(rows, pads).astype(np.int32),
+                "length": np.pad([c.stop for c in chunks], pads).astype(np.int32),
+            }
+            segments = Segments(**arrays, max_rows=total)
+            return Prefill(**fields, tiles=None, segments=segments), (total, 0, 0)
         tiles = self._tiles(total)
         if len(chunks) == 1 and total > tile:
             # One prompt: its pages are gathered once, not once a tile.
             tiles, tile = 1, total
-        row_of = {id(r): i for i, r in enumerate(work.rows)}
-        tokens = np.zeros(total, np.int32)
-        positions, following = np.zeros(total, np.int32), np.zeros(total, np.int32)
-        row = np.full(total, count, np.int32)
         index = np.full((tiles, tile), verify_tokens + total, np.int32)
         tile_row = np.zeros(tiles, np.int32)
-        start = used = 0
-        for chunk in chunks:
-            size = chunk.stop - chunk.start
-            where = slice(start, start + size)
-            tokens[where] = chunk.running.request.prompt[chunk.start : chunk.stop]
-            positions[where] = np.arange(chunk.start, chunk.stop)
-            following[where] = chunk.running.request.prompt[chunk.start + 1 : chunk.stop + 1]
-            row[where] = row_of[id(chunk.running)]
+        used = 0
+        for size, r, end in zip(sizes, rows, ends, strict=True):
             for first in range(0, size, tile):
                 here = min(tile, size - first)
-                index[used, :here] = verify_tokens + start + first + np.arange(here)
-                tile_row[used] = row_of[id(chunk.running)]
+                index[used, :here] = verify_tokens + end - size + first + np.arange(here)
+                tile_row[used] = r
                 used += 1
-            start += size
         rectangles: dict[str, Any] = {"index": index, "row": tile_row}
-        fields: dict[str, Any] = {"tokens": tokens, "positions": positions, "row": row}
-        if self._chain or any(c.running.request.params.prompt_logprobs is not None for c in chunks):
-            fields["following"] = following
-        return Prefill(**fields, tiles=Tiles(**rectangles)), (total, tiles, tile)
+        return Prefill(**fields, tiles=Tiles(**rectangles), segments=None), (total, tiles, tile)
 
     def _collect(self, flight: Flight) -> list[Update]:
         """Results of a step: tokens out, figures, finished requests' slots and pages back."""
@@ -379,14 +423,14 @@ class Engine:
         for i, running in enumerate(flight.rows):
             running.in_flight -= 1
             count = int(packet.count[i])
-            if running.finished or count == 0:
+            if running.finished or not (count or packet.finished[i]):
                 continue
             tokens = tuple(packet.tokens[i, :count].tolist())
             stats = running.stats
             if running.tokens == 0:
                 running.first_token = now
                 stats.prefill_seconds = now - running.admitted
-            else:
+            elif count:
                 stats.steps += 1
                 stats.windows[int(packet.window[i])] += 1
                 stats.accepted[int(packet.accepted[i])] += 1
@@ -394,14 +438,21 @@ class Engine:
                 stats.decode_seconds = now - running.first_token
             running.tokens += count
             reason: FinishReason | None = None
+            problem = None
             if packet.finished[i]:
-                reason = "stop" if tokens[-1] in running.request.stop_ids else "length"
+                stopped = bool(tokens) and tokens[-1] in running.request.stop_ids
+                full = running.tokens >= running.limit
+                if running.matcher and not (stopped or full):  # nothing was legal any more
+                    problem = running.matcher.why_stopped(tokens)
+                reason = "abort" if problem else "length" if full and not stopped else "stop"
                 self.scheduler.release(running)
+            elif running.matcher:
+                running.matcher.advance(tokens)
             k = running.request.params.logprobs
             asked = () if k is None or packet.logprobs is None else told(tokens, packet.logprobs, i, k)
             prompt = tuple(running.prompt_logprobs)
             running.prompt_logprobs.clear()
-            updates.append(Update(running.request.id, tokens, reason, stats, asked, prompt))
+            updates.append(Update(running.request.id, tokens, reason, stats, asked, prompt, problem))
         return updates
 
     def _collect_prompts(self, chunks: list[Chunk], logprobs: Logprobs | None) -> None:

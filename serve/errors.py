@@ -93,4 +93,6 @@ def invalid(error: ValidationError) -> HttpError:
 
 def _internal(part: int | str) -> bool:
     """Whether it names a branch of a union, not a field of the body."""
-    return isinstance(part, str) and ("[" in part or part in {"str", "int", "float", "bool", "dict"})
+    return isinstance(part, str) and (
+        "[" in part or "-" in part or part in {"str", "int", "float", "bool", "dict"}
+    )

@@ -59,6 +59,8 @@ class AccessLog:
         if self._file is not None:
             self._lines.put(None)
             self._thread.join(2)
+            if self._file is not sys.stdout:
+                self._file.close()
 
     def _write(self) -> None:
         assert self._file is not None
@@ -68,8 +70,8 @@ class AccessLog:
                 if self._lines.empty():
                     self._file.flush()
             self._file.flush()
-        except (OSError, ValueError):  # nobody reads any more
-            self._file = None
+        except (OSError, ValueError):
+            return  # nobody reads any more; lines are lost and counted
 
 
 class Gate:

@@ -5,6 +5,7 @@ Knows: which field means what in jspark's words. Does not know: HTTP, or what be
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -186,5 +187,5 @@ def answers(llm: LLM, job: Job, longest: int) -> list[Answer]:
 
 def as_http(error: UserError) -> HttpError:
     """A 400 that names the parameter at fault, where the message begins with one."""
-    first = str(error).split(" ", 1)[0].rstrip(":")
-    return HttpError(400, str(error), param=first if first in _FIELDS else None)
+    named = re.match(r"(\w+)(?: is |: )", str(error))
+    return HttpError(400, str(error), param=named[1] if named and named[1] in _FIELDS else None)

@@ -48,9 +48,7 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(
-    llm: LLM | Callable[..., LLM], flags: ServerFlags = FLAGS, ready: bool = True, **changes
-) -> Iterator[Running]:
+def running(llm: LLM | Callable[..., LLM], ready: bool = True, **flags) -> Iterator[Running]:
     """A server for `llm`, or for what it loads; ended at the end."""
 
     def load(observer) -> LLM:
@@ -59,7 +57,7 @@ def running(
         llm.engine._observer = observer
         return llm
 
-    server = Server(load, replace(flags, **changes))
+    server = Server(load, replace(FLAGS, **flags))
     started = threading.Event()
     found: list[asyncio.AbstractEventLoop] = []
 
