@@ -18,8 +18,10 @@ from tyro.conf import subcommand
 import jspark
 from jspark.cli_bench import Bench
 from jspark.cli_convert import Convert
+from jspark.cli_data import Data
 from jspark.cli_generate import Generate
 from jspark.cli_info import Info
+from jspark.cli_train import Train
 from jspark.demo import Demo
 from jspark.errors import UserError
 
@@ -27,6 +29,8 @@ Command = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Info, subcommand("info")]
     | Annotated[Convert, subcommand("convert")]
+    | Annotated[Data, subcommand("data")]
+    | Annotated[Train, subcommand("train")]
     | Annotated[Demo, subcommand("demo")]
     | Annotated[Bench, subcommand("bench")]
 )
