@@ -94,13 +94,54 @@ def gather_blocks(
     )
 
 
+@jax.custom_vjp
+def _frozen_logits(x: Float[Array, "*r h"], head: Embed | Head) -> Float[Array, "*r v"]:
+    """Float32 logits of a frozen projection. The incoming gradient is rounded to x's dtype before its product: a
+    float32 operand of that size would halve the rate."""
+    return head.attend(x)
+
+
+def _frozen_logits_forward(x, head):
+    return head.attend(x), (head, jnp.zeros((), x.dtype))
+
+
+def _frozen_logits_backward(kept, incoming):
+    head, like = kept
+    incoming = incoming.astype(like.dtype)
+    if isinstance(head, Embed):
+        return jnp.einsum("...v,vh->...h", incoming, head.embedding[...]), None
+    return jnp.einsum("...v,hv->...h", incoming, head.kernel[...]), None
+
+
+_frozen_logits.defvjp(_frozen_logits_forward, _frozen_logits_backward)
+
+
+@jax.custom_vjp
+def _low_rank(e: Float[Array, "r g k"], w2: Float[Array, "k v"]) -> Float[Array, "r g v"]:
+    """`MarkovHead.bias`, with the gradient rounded as in `_frozen_logits`."""
+    return jnp.einsum("rgk,kv->rgv", e, w2, preferred_element_type=jnp.float32)
+
+
+def _low_rank_forward(e, w2):
+    return _low_rank(e, w2), (e, w2)
+
+
+def _low_rank_backward(kept, incoming):
+    e, w2 = kept
+    incoming = incoming.astype(e.dtype)
+    return jnp.einsum("rgv,kv->rgk", incoming, w2), jnp.einsum("rgk,rgv->kv", e, incoming)
+
+
+_low_rank.defvjp(_low_rank_forward, _low_rank_backward)
+
+
 def chunk_loss(
     heads: Heads, hidden: Array, blocks: Blocks, draft_head: Embed | Head, target_head: Embed | Head, w: Weights,
     with_markov: bool,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Σ over rows of w_k (0.1·CE + 0.9·‖q − p‖₁ + 1.0·BCE), and sums for the figures."""
     hidden, blocks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (hidden, blocks))
-    logits = draft_head.attend(hidden)
+    logits = _frozen_logits(hidden, draft_head)
     rows, gamma = blocks.previous.shape
     features = None
     if heads.markov is not None:
@@ -108,7 +149,7 @@ def chunk_loss(
         for k in range(gamma):
             state, e = heads.markov.mix(state, hidden[:, k], blocks.previous[:, k])
             mixed.append(e)
-        logits = logits + heads.markov.bias(jnp.stack(mixed, axis=1))
+        logits = logits + _low_rank(jnp.stack(mixed, axis=1), heads.markov.w2[...])
         if with_markov:
             features = heads.markov.embed(blocks.previous)
     log_q = jax.nn.log_softmax(logits)

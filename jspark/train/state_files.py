@@ -59,19 +59,27 @@ class StateFiles:
         return self._manager.latest_step()
 
     def restore(self, like: TrainState) -> TrainState:
-        """The newest state, placed as `like` is; `like` itself where there is none.
+        """The newest state that can be read, placed as `like` is; `like` itself where there is none at all.
 
-        A checkpoint that cannot be read is left out with its younger ones gone: the one before it is tried.
+        Younger ones that cannot be read are removed, since their steps are made again; when none can, nothing is
+        removed and UserError says why.
         """
         wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _plain(like))
+        unreadable: dict[int, Exception] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
                 held = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
-            except Exception:  # orbax raises many kinds for a damaged folder
-                self._manager.delete(step)
+            except Exception as e:  # orbax raises many kinds for a damaged folder
+                unreadable[step] = e
                 continue
-            # orbax may hand out buffers of its own layout; ours are donated later.
+            for damaged in unreadable:
+                self._manager.delete(damaged)
             return _whole(like, held)
+        for step, e in unreadable.items():
+            raise UserError(
+                f"the checkpoint of step {step} in {self._folder} cannot be read ({_first_line(e)}); name another "
+                "folder to start anew"
+            )
         return like
 
     def save(self, state: TrainState) -> None:

@@ -104,7 +104,8 @@ def _decayed(params: Params) -> dict[str, bool]:
 
 
 def first_state(params: Params, transform: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The state before the first step, the same on every device."""
+    """The state before the first step, the same on every device; `params` stay the caller's."""
+    params = jax.tree.map(jnp.copy, params)
     with jax.numpy_dtype_promotion("standard"):
         state = TrainState(jnp.zeros((), jnp.int32), params, transform.init(params))
     return jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
