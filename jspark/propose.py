@@ -48,7 +48,7 @@ def block_hidden(
     """The final-norm hidden rows that predict positions position+1 … position+γ.
 
     The block is the anchor and masks, attends to all context before the anchor and both ways to itself
-    (DFlash, section 4); its own keys and values are dropped afterwards.
+    (DFlash, section 4), within a window in layers that have one; its own keys and values are dropped afterwards.
     """
     rows = block_size if config.predicts_from_anchor else block_size + 1
     masks = jnp.full((anchor.shape[0], rows - 1), config.mask_token_id, jnp.int32)
@@ -59,7 +59,10 @@ def block_hidden(
     for i in range(b.num_layers):
         layer = drafter.layers.layer(i)
         q, k, v = layer.qkv(x, rotary)
-        x = layer.finish(x, block_attention(q, k, v, pool.k[i], pool.v[i], table, position))
+        window = b.window(i)
+        causal = window is not None and config.causal_windows
+        attended = block_attention(q, k, v, pool.k[i], pool.v[i], table, position, window=window, causal=causal)
+        x = layer.finish(x, attended)
     return drafter.norm(x[:, rows - block_size :])
 
 

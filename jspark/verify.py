@@ -42,7 +42,9 @@ def forward(
         q, k, v = layer.qkv(x, rotary)
         keys[i] = kv.write(keys[i], batch.page, batch.offset, k)
         values[i] = kv.write(values[i], batch.page, batch.offset, v)
-        attended = ragged_attention(q, keys[i], values[i], batch.table, batch.positions, batch.tiles)
+        attended = ragged_attention(
+            q, keys[i], values[i], batch.table, batch.positions, batch.tiles, window=config.window(i)
+        )
         x = outputs[i] = layer.finish(x, attended)
     features = jnp.concatenate([outputs[i] for i in feature_layers], axis=-1) if feature_layers else None
     logits = decoder.vocabulary.head.attend(decoder.norm(x[:logit_rows]))
