@@ -70,7 +70,9 @@ class Data:
         from jspark.train.writer import Writing
 
         if self.prompts is not None and self.conversations is not None:
-            raise UserError("--prompts are answered and --conversations are stored as they are; give one of the two")
+            raise UserError(
+                "--prompts are answered and --conversations are stored as they are; give one of the two"
+            )
         for name in ("tokens", "max_question_tokens", "max_answer_tokens", "stop_loops", "part_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
@@ -108,9 +110,7 @@ class Data:
                 seed=self.seed,
                 attention=implementation(device, target.dtype),
             )
-            report = write_text.write_text(
-                target, script, writing, folder, selection, self.tokens, self.seconds
-            )
+            report = write_text.write_text(target, script, writing, folder, selection, self.tokens, self.seconds)
         show(f"{self.output}: text of {target.name}", ("", ""), write_text.as_table(report), ())
         return 0
 

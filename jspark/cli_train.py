@@ -41,7 +41,9 @@ class Train:
     """Leaves the confidence head out."""
     dflash_tv: bool = False
     """DFlash with DSpark's total variation term beside the cross-entropy of its reference."""
-    target_layers: Annotated[str | None, arg(metavar="ID,ID,…", help_behavior_hint="(default: five, spread)")] = None
+    target_layers: Annotated[str | None, arg(metavar="ID,ID,…", help_behavior_hint="(default: five, spread)")] = (
+        None
+    )
     """Target layers whose outputs the drafter reads; −1 is the embedding."""
     mask_token_id: Annotated[int, arg(help_behavior_hint="(default: the last token)")] = -1
     """A token that no text holds."""
@@ -89,9 +91,8 @@ class Train:
         from jspark.bench.ceilings import matmul_rate
         from jspark.bench.report import show
         from jspark.loading import load_target
-        from jspark.train.config import DrafterShape, TrainConfig, dflash_loss
+        from jspark.train.config import DrafterShape, TrainConfig, loss_weights
         from jspark.train.loop import Run, train
-        from jspark.train.objective import Weights
         from jspark.train.text import Text
 
         programs.use_compilation_cache()
@@ -117,7 +118,7 @@ class Train:
                 target_layer_ids=_ids(self.target_layers),
                 mask_token_id=self.mask_token_id,
             ),
-            loss=dflash_loss(self.dflash_tv) if self.algorithm == "DFLASH" else Weights(),
+            loss=loss_weights(self.algorithm, dflash_tv=self.dflash_tv),
             batch_size=self.batch_size,
             sequence_length=self.sequence_length,
             anchors=self.anchors,

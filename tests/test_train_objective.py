@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jspark.checkpoint.export import _name
 from support import GOLDENS, drafter, exact, target
 
 from jspark import weights
+from jspark.checkpoint.export import _name
 from jspark.train import objective
 from jspark.train.blocks import block_hidden
 from jspark.train.pipeline import Batch
-from jspark.train.teacher import choose_anchors, teach
 
 FOLDER = GOLDENS / "dspark_loss"
 CONFIG = json.loads((FOLDER / "config.json").read_text())

@@ -132,9 +132,7 @@ def _parts(config: TrainConfig, target: Target, arm: arms.Arm, batch: Batch, rep
     anchors, keep = jax.jit(choose_anchors, static_argnums=2)(jax.random.key(0), batch, config.anchors)
 
     def backbone(model, decoder, batch, features, anchors):
-        hidden = block_hidden(
-            model, decoder.embed, drafter, batch, features, anchors, how, remat=config.remat
-        )
+        hidden = block_hidden(model, decoder.embed, drafter, batch, features, anchors, how, remat=config.remat)
         return jnp.sum(hidden.astype(jnp.float32)), hidden
 
     layers = jax.jit(jax.value_and_grad(backbone, has_aux=True))

@@ -39,8 +39,13 @@ def attend_cache(
     values: Float[Array, "r c k d"],
     length: Int[Array, " r"],
     how: Implementation,
+    window: int | None = None,
 ) -> Float[Array, "r n d"]:
-    """One query a row over the first `length` positions of its cache."""
+    """One query a row over the first `length` positions of its cache, or the last `window` of them."""
+    if window is not None:
+        place = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
+        seen = (place < length[:, None]) & (place >= length[:, None] - window)
+        return attend(q[:, None], keys, values, seen[:, None, None], how)[:, 0]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         out = jax.nn.dot_product_attention(
             q[:, None],

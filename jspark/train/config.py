@@ -5,6 +5,7 @@ Knows: defaults, ranges, which combinations are contradictory. Does not know: fl
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -48,7 +49,9 @@ class DrafterShape:
             )
         mask = target.vocab_size - 1 if self.mask_token_id == -1 else self.mask_token_id
         if not 0 <= mask < target.vocab_size:
-            raise UserError(f"the mask token id {mask} is outside the vocabulary of {target.vocab_size}; correct it")
+            raise UserError(
+                f"the mask token id {mask} is outside the vocabulary of {target.vocab_size}; correct it"
+            )
         headless = self.algorithm != "DSPARK"
         with_confidence = "hidden+markov" if self.confidence else "none"
         return replace(
@@ -110,6 +113,11 @@ class TrainConfig:
         return asdict(self)
 
 
-def dflash_loss(with_tv: bool) -> Weights:
-    """DFlash's: cross-entropy alone as in its reference, or DSpark's own mixture without confidence."""
-    return Weights(0.1, 0.9, 0.0) if with_tv else Weights(1.0, 0.0, 0.0)
+def loss_weights(algorithm: TrainedAlgorithm, *, dflash_tv: bool = False) -> Weights:
+    """The losses of each algorithm's reference; dflash_tv: DFlash with DSpark's mixture instead."""
+    if algorithm == "DSPARK":
+        return Weights()
+    if algorithm == "DFLASH":
+        return Weights(0.1, 0.9, 0.0) if dflash_tv else Weights(1.0, 0.0, 0.0)
+    # Steps of the training-time test weigh 0.8^k.
+    return Weights(0.0, 0.0, 0.0, decay=-1 / math.log(0.8), soft=1.0)

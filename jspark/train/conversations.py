@@ -143,8 +143,12 @@ def _end_of_turn(target: Target, ids: Sequence[int]) -> int:
 
 
 def _messages(value: Any, where: str) -> list[dict[str, str]]:
-    good = isinstance(value, list) and value and all(
-        isinstance(m, Mapping) and m.get("role") in _ROLES and isinstance(m.get("content"), str) for m in value
+    good = (
+        isinstance(value, list)
+        and value
+        and all(
+            isinstance(m, Mapping) and m.get("role") in _ROLES and isinstance(m.get("content"), str) for m in value
+        )
     )
     if not good:
         raise UserError(f'{where} has no "messages" of {{"role": …, "content": …}}; write them so')

@@ -28,12 +28,11 @@ def block_step(config: TrainConfig, drafter: DrafterConfig, target: DecoderConfi
     predicted = config.batch_size * config.anchors * drafter.block_size
     b, context = drafter.backbone, config.sequence_length / 2
     h = target.hidden_size
-    teacher = tokens * target.num_layers * (
-        layer_products(target) + 2 * context * target.num_heads * target.head_dim
+    teacher = (
+        tokens * target.num_layers * (layer_products(target) + 2 * context * target.num_heads * target.head_dim)
     )
     projected = tokens * (
-        2 * len(drafter.target_layer_ids) * h * h
-        + 3 * b.num_layers * 2 * h * b.num_kv_heads * b.head_dim
+        2 * len(drafter.target_layer_ids) * h * h + 3 * b.num_layers * 2 * h * b.num_kv_heads * b.head_dim
     )
     seen = context + drafter.block_rows
     own = 3 * rows * b.num_layers * (layer_products(b) + 2 * seen * b.num_heads * b.head_dim)

@@ -109,7 +109,8 @@ def compiled_step(
     """The step as a program; its state is donated."""
     shape = (config.batch_size, config.sequence_length)
     example = place_batch(
-        Batch(*(np.zeros(shape, dtype) for dtype in (np.int32, np.int32, np.int32, bool))), mesh  # type: ignore[arg-type]
+        Batch(*(np.zeros(shape, dtype) for dtype in (np.int32, np.int32, np.int32, bool))),
+        mesh,  # type: ignore[arg-type]
     )
     exact = config.dtype == "float32"
     gpu = mesh.devices.flat[0].platform != "cpu"
@@ -237,5 +238,3 @@ def _progress(steps: int, done: int) -> Progress:
     progress = Progress(*columns, console=Console(stderr=True))
     progress.add_task("training", total=steps, completed=done, loss=float("nan"), tau=1.0, rate=0.0)
     return progress
-
-

@@ -24,12 +24,14 @@ from jspark.models.layers import Embed, Head
 
 @dataclass(frozen=True)
 class Weights:
-    """Of the three losses, and the decay of positions: w_k = exp(−(k − 1)/decay)."""
+    """Of the losses, and the decay of positions: w_k = exp(−(k − 1)/decay). soft: cross-entropy against the whole
+    distribution of the target, EAGLE-3's."""
 
     ce: float = 0.1
     tv: float = 0.9
     confidence: float = 1.0
     decay: float = 4.0
+    soft: float = 0.0
 
 
 @jax.tree_util.register_dataclass
@@ -94,94 +96,124 @@ def gather_blocks(
     )
 
 
-@jax.custom_vjp
-def _frozen_logits(x: Float[Array, "*r h"], head: Embed | Head) -> Float[Array, "*r v"]:
-    """Float32 logits of a frozen projection. The incoming gradient is rounded to x's dtype before its product: a
-    float32 operand of that size would halve the rate."""
-    return head.attend(x)
-
-
-def _frozen_logits_forward(x, head):
-    return head.attend(x), (head, jnp.zeros((), x.dtype))
-
-
-def _frozen_logits_backward(kept, incoming):
-    head, like = kept
-    incoming = incoming.astype(like.dtype)
-    if isinstance(head, Embed):
-        return jnp.einsum("...v,vh->...h", incoming, head.embedding[...]), None
-    return jnp.einsum("...v,hv->...h", incoming, head.kernel[...]), None
-
-
-_frozen_logits.defvjp(_frozen_logits_forward, _frozen_logits_backward)
-
-
-@jax.custom_vjp
-def _low_rank(e: Float[Array, "r g k"], w2: Float[Array, "k v"]) -> Float[Array, "r g v"]:
-    """`MarkovHead.bias`, with the gradient rounded as in `_frozen_logits`."""
-    return jnp.einsum("rgk,kv->rgv", e, w2, preferred_element_type=jnp.float32)
-
-
-def _low_rank_forward(e, w2):
-    return _low_rank(e, w2), (e, w2)
-
-
-def _low_rank_backward(kept, incoming):
-    e, w2 = kept
-    incoming = incoming.astype(e.dtype)
-    return jnp.einsum("rgv,kv->rgk", incoming, w2), jnp.einsum("rgk,rgv->kv", e, incoming)
-
-
-_low_rank.defvjp(_low_rank_forward, _low_rank_backward)
-
-
-def chunk_loss(
-    heads: Heads, hidden: Array, blocks: Blocks, draft_head: Embed | Head, target_head: Embed | Head, w: Weights,
-    with_markov: bool,
-) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Σ over rows of w_k (0.1·CE + 0.9·‖q − p‖₁ + 1.0·BCE), and sums for the figures."""
-    hidden, blocks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (hidden, blocks))
-    logits = _frozen_logits(hidden, draft_head)
-    rows, gamma = blocks.previous.shape
-    features = None
+def _before_vocabulary(
+    heads: Heads, hidden: Array, previous: Array, with_markov: bool
+) -> tuple[Array | None, Array | None]:
+    """W2's inputs [r, g, k] and confidence logits [r, g]: what depends on the heads' small parts."""
+    rows, gamma = previous.shape
+    mixed = raw = features = None
     if heads.markov is not None:
-        state, mixed = heads.markov.start(rows), []
+        state, each = heads.markov.start(rows), []
         for k in range(gamma):
-            state, e = heads.markov.mix(state, hidden[:, k], blocks.previous[:, k])
-            mixed.append(e)
-        logits = logits + _low_rank(jnp.stack(mixed, axis=1), heads.markov.w2[...])
+            state, e = heads.markov.mix(state, hidden[:, k], previous[:, k])
+            each.append(e)
+        mixed = jnp.stack(each, axis=1)
         if with_markov:
-            features = heads.markov.embed(blocks.previous)
-    log_q = jax.nn.log_softmax(logits)
-    p = jax.lax.stop_gradient(jax.nn.softmax(target_head.attend(blocks.taught)))
-    ce = -jnp.take_along_axis(log_q, blocks.target[..., None], axis=-1)[..., 0]
-    distance = jnp.sum(jnp.abs(jnp.exp(log_q) - p), axis=-1)
-    accept = jax.lax.stop_gradient(1 - 0.5 * distance)
-    total = w.ce * ce + w.tv * distance
-    weight = blocks.weight
+            features = heads.markov.embed(previous).reshape(rows * gamma, -1)
+    if heads.confidence is not None:
+        raw = heads.confidence(hidden.reshape(rows * gamma, -1), features).reshape(rows, gamma)
+    return mixed, raw
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Rows:
+    """Losses of rows [r, g], and the gradient of their weighted sum with respect to the logits."""
+
+    ce: Array
+    distance: Array
+    soft: Array
+    by_logits: Array
+
+
+def _rows(logits: Array, taught: Array, target: Array, w: Weights) -> _Rows:
+    """The losses that look at whole distributions; logits and taught: float32 [r, g, v].
+
+    Written out rather than differentiated: every visit of arrays of this size counts. There are four (maxima, sums,
+    distances, gradient), and the probabilities are made anew in each instead of being stored.
+    """
+    log_z = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    log_y = jax.nn.logsumexp(taught, axis=-1, keepdims=True)
+    q, p = jnp.exp(logits - log_z), jnp.exp(taught - log_y)
+    distance = jnp.sum(jnp.abs(q - p), axis=-1)
+    lean = jnp.sum(q * jnp.sign(q - p), axis=-1, keepdims=True)
+    soft = log_z[..., 0] - jnp.sum(p * logits, axis=-1) if w.soft else jnp.zeros_like(distance)
+    ce = log_z[..., 0] - jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
+    # Else the compiler stores q and p for the last visit.
+    logits, taught = jax.lax.optimization_barrier((logits, taught))
+    q, p = jnp.exp(logits - log_z), jnp.exp(taught - log_y)
+    hit = jnp.arange(logits.shape[-1], dtype=target.dtype)[None, None] == target[..., None]
+    by_logits = w.ce * (q - hit.astype(q.dtype)) + w.tv * q * (jnp.sign(q - p) - lean)
+    if w.soft:
+        by_logits = by_logits + w.soft * (q - p)
+    return _Rows(ce, distance, soft, by_logits)
+
+
+def _matrix(head: Embed | Head) -> Float[Array, "v h"]:
+    return head.embedding[...] if isinstance(head, Embed) else head.kernel[...].T
+
+
+def chunk_gradients(
+    heads: Heads,
+    hidden: Array,
+    blocks: Blocks,
+    draft_head: Embed | Head,
+    target_head: Embed | Head,
+    w: Weights,
+    with_markov: bool,
+) -> tuple[Float[Array, ""], dict[str, Array], Heads, Array]:
+    """Σ over rows of w_k (0.1·CE + 0.9·‖q − p‖₁ + 1.0·BCE), sums for the figures, and the gradients of the loss
+    with respect to `heads` and `hidden`."""
+    shape = hidden.shape
+    hidden, blocks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (hidden, blocks))
+    dtype, width, weight = hidden.dtype, hidden.shape[-1], blocks.weight
+    (mixed, raw), back = jax.vjp(
+        lambda heads, hidden: _before_vocabulary(heads, hidden, blocks.previous, with_markov), heads, hidden
+    )
+    # One product for U_k + B: the low-rank factor stands beside the output projection.
+    matrix, inputs = _matrix(draft_head), hidden
+    if heads.markov is not None:
+        matrix = jnp.concatenate([matrix, heads.markov.w2[...].T], axis=1)
+        inputs = jnp.concatenate([hidden, mixed], axis=-1)
+    logits = jnp.einsum("rgc,vc->rgv", inputs, matrix, preferred_element_type=jnp.float32)
+    rows = _rows(logits, target_head.attend(blocks.taught), blocks.target, w)
+
+    accept = 1 - 0.5 * rows.distance
+    total = w.ce * rows.ce + w.tv * rows.distance + w.soft * rows.soft
     real = (weight > 0).astype(jnp.float32)
     sums = {
-        "ce": jnp.sum(weight * ce),
-        "tv": jnp.sum(weight * distance),
+        "ce": jnp.sum(weight * rows.ce),
+        "tv": jnp.sum(weight * rows.distance),
         "weight": jnp.sum(weight),
         "accept": jnp.sum(real * accept, axis=0),
         "rows": jnp.sum(real, axis=0),
         "tau": jnp.sum(jnp.cumprod(accept * real, axis=1)),
         "blocks": jnp.sum(real[:, 0]),
     }
-    if heads.confidence is not None:
-        flat = None if features is None else features.reshape(rows * gamma, -1)
-        raw = heads.confidence(hidden.reshape(rows * gamma, -1), flat).reshape(rows, gamma)
+    by_raw = None
+    if raw is not None:
         bce = jax.nn.softplus(raw) - accept * raw
         total = total + w.confidence * bce
         sure = jax.nn.sigmoid(raw)
+        by_raw = w.confidence * weight * (sure - accept)
         sums |= {
             "confidence": jnp.sum(weight * bce),
             "confidence_error": jnp.sum(weight * jnp.abs(sure - accept)),
             "confidence_bias": jnp.sum(weight * (sure - accept)),
             "survival_bias": jnp.sum(weight * (jnp.cumprod(sure, axis=1) - jnp.cumprod(accept, axis=1))),
         }
-    return jnp.sum(weight * total), jax.lax.stop_gradient(sums)
+
+    # Rounded before its products: a float32 operand of this size would halve their rate.
+    by_logits = (weight[..., None] * rows.by_logits).astype(dtype)
+    by_inputs = jnp.einsum("rgv,vc->rgc", by_logits, matrix)
+    by_mixed = None if heads.markov is None else by_inputs[..., width:]
+    by_heads, by_hidden = back((by_mixed, by_raw))
+    if heads.markov is not None:
+        by_w2 = jnp.einsum("rgk,rgv->kv", mixed, by_logits)
+        held = by_heads.markov.w2
+        held.set_value(held.get_value() + by_w2)
+    by_hidden = (by_hidden + by_inputs[..., :width]).reshape(shape)
+    return jnp.sum(weight * total), sums, by_heads, by_hidden
 
 
 def summed_loss(
@@ -194,13 +226,10 @@ def summed_loss(
     with_markov: bool,
     chunk: int,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """`chunk_loss` over all blocks, about `chunk` at a time; gradients go to `heads` and to `blocks.hidden`.
+    """The loss of all blocks, about `chunk` of them at a time; gradients go to `heads` and to `blocks.hidden`.
 
     The two output projections are frozen: they get none. Divide by the sum of weights for the mean.
     """
-
-    def one(heads: Heads, hidden: Array, rest: Blocks) -> tuple[Array, dict[str, Array]]:
-        return chunk_loss(heads, hidden, rest, draft_head, target_head, w, with_markov)
 
     def forward(heads: Heads, hidden: Array, rest: Blocks) -> tuple[Any, Any]:
         # Along the blocks of a sequence: a batch that is spread over devices stays where it is.
@@ -216,8 +245,8 @@ def summed_loss(
         def visit(carry, piece):
             loss, gradient = carry
             hidden, rest = piece
-            (own, sums), (by_heads, by_hidden) = jax.value_and_grad(one, argnums=(0, 1), has_aux=True)(
-                heads, hidden, rest
+            own, sums, by_heads, by_hidden = chunk_gradients(
+                heads, hidden, rest, draft_head, target_head, w, with_markov
             )
             gradient = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), gradient, by_heads)
             return (loss + own, gradient), (sums, by_hidden)
@@ -250,10 +279,8 @@ def figures(sums: dict[str, Array], w: Weights) -> dict[str, Array]:
         "accept": sums["accept"] / rows,
         "accept_length": 1 + sums["tau"] / jnp.maximum(sums["blocks"], 1.0),
     }
-    out["loss"] = w.ce * out["ce"] + w.tv * out["tv"]
     if "confidence" in sums:
         out["confidence"] = sums["confidence"] / weight
-        out["loss"] = out["loss"] + w.confidence * out["confidence"]
         for name in ("confidence_error", "confidence_bias", "survival_bias"):
             out[name] = sums[name] / weight
     return out

@@ -19,10 +19,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspark.config import DecoderConfig, DrafterConfig
 from jspark.models.decoder import Decoder
-from jspark.models.drafter import Drafter
+from jspark.models.any_drafter import AnyDrafter
+from jspark.models.eagle3 import Eagle3
 from jspark.train import objective
 from jspark.train.attention import Implementation
 from jspark.train.blocks import block_hidden
+from jspark.train.chains import chain_hidden
 from jspark.train.config import TrainConfig
 from jspark.train.pipeline import Batch
 from jspark.train.teacher import choose_anchors, teach
@@ -58,23 +60,28 @@ class Trainee:
 LossFunction = Callable[[Any, Decoder, Batch, Array, Array], tuple[Array, dict[str, Array]]]
 
 
-def block_loss(
+def drafter_loss(
     config: TrainConfig, drafter: DrafterConfig, target: DecoderConfig, how: Implementation
 ) -> LossFunction:
-    """The summed loss of a block drafter (DSpark, DFlash) on a batch, and its sums."""
+    """The summed loss of a drafter on a batch, and its sums."""
 
-    def loss(model: Drafter, decoder: Decoder, batch: Batch, anchors: Array, keep: Array):
+    def loss(model: AnyDrafter, decoder: Decoder, batch: Batch, anchors: Array, keep: Array):
         features, taught = teach(decoder, target, batch, drafter.target_layer_ids, how)
         vocabulary = decoder.vocabulary
-        hidden = block_hidden(
-            model, vocabulary.embed, drafter, batch, features, anchors, how, remat=config.remat
-        )
+        if isinstance(model, Eagle3):
+            hidden = chain_hidden(model, vocabulary.embed, drafter, batch, features, anchors, how)
+            heads = objective.Heads(None, None)
+        else:
+            hidden = block_hidden(
+                model, vocabulary.embed, drafter, batch, features, anchors, how, remat=config.remat
+            )
+            heads = objective.Heads(model.markov, model.confidence)
         # A block may not run over the end of its answer: the engine would have stopped there.
         blocks = objective.gather_blocks(
             hidden, taught, batch.tokens, batch.mask, anchors, keep, config.loss.decay
         )
         return objective.summed_loss(
-            objective.Heads(model.markov, model.confidence),
+            heads,
             blocks,
             vocabulary.head,
             vocabulary.head,

@@ -48,19 +48,23 @@ def teach(
 
     def layer(carry, inputs):
         x, kept = carry
-        block, slot = inputs
+        block, slot, window = inputs
         q, k, v = block.qkv(x, rotary)
-        x = block.finish(x, attend(q, k, v, mask, how))
+        seen = mask & (distance < window) if config.windows else mask
+        x = block.finish(x, attend(q, k, v, seen, how))
         # A slot beyond the last is dropped.
         return (x, kept.at[slot].set(x, mode="drop")), None
 
-    where = jnp.asarray([slots.get(i, len(feature_layers)) for i in range(config.num_layers)], jnp.int32)
+    numbers = range(config.num_layers)
+    where = jnp.asarray([slots.get(i, len(feature_layers)) for i in numbers], jnp.int32)
+    windows = jnp.asarray([config.window(i) or config.max_position for i in numbers], jnp.int32)
+    distance = (batch.positions[:, :, None] - batch.positions[:, None])[:, None]
     blocks = decoder.layers.blocks
     if isinstance(blocks, Block):
-        (x, kept), _ = jax.lax.scan(layer, (x, kept), (blocks, where))
+        (x, kept), _ = jax.lax.scan(layer, (x, kept), (blocks, where, windows))
     else:
-        for i in range(config.num_layers):
-            (x, kept), _ = layer((x, kept), (decoder.layers.layer(i), where[i]))
+        for i in numbers:
+            (x, kept), _ = layer((x, kept), (decoder.layers.layer(i), where[i], windows[i]))
     features = jnp.moveaxis(kept, 0, 2).reshape(*x.shape[:2], -1)
     return jax.lax.stop_gradient((features, decoder.norm(x)))
 

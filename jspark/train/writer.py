@@ -130,7 +130,7 @@ def decode(
         q, k, v = layer.qkv(x, rotary)
         keys_out[i] = keys_out[i].at[rows, position].set(k, mode="promise_in_bounds")
         values_out[i] = values_out[i].at[rows, position].set(v, mode="promise_in_bounds")
-        x = layer.finish(x, attend_cache(q, keys_out[i], values_out[i], position + 1, attention))
+        x = layer.finish(x, attend_cache(q, keys_out[i], values_out[i], position + 1, attention, config.window(i)))
     return decoder.vocabulary.head.attend(decoder.norm(x)), tuple(keys_out), tuple(values_out)
 
 
@@ -230,9 +230,7 @@ class Writer:
 
     def _run(self, tree, leaves, state, scripts, count):
         decoder = jax.tree.unflatten(tree, leaves)
-        return jax.lax.scan(
-            lambda s, _: self._step(decoder, s, scripts, count), state, length=self._writing.steps
-        )
+        return jax.lax.scan(lambda s, _: self._step(decoder, s, scripts, count), state, length=self._writing.steps)
 
     def _step(self, decoder: Decoder, s: _Rows, script_arrays: tuple[Array, ...], count: Array):
         w, script = self._writing, self._script
@@ -299,9 +297,7 @@ class Writer:
         asks = jnp.asarray(w.question_temperatures, jnp.float32)
         answers = jnp.asarray(w.answer_temperatures, jnp.float32)
         number = jnp.maximum(ids, 0)
-        temperature = jnp.where(
-            asking, asks[number // len(answers) % len(asks)], answers[number % len(answers)]
-        )
+        temperature = jnp.where(asking, asks[number // len(answers) % len(asks)], answers[number % len(answers)])
         base = np.uint32(self._writing.seed_of(0))
         off = jnp.zeros_like(temperature)
         rows = RowSampling(
@@ -332,7 +328,9 @@ class _Books:
     def _opening(self, conversation: int, start: int) -> np.ndarray:
         return self._script.tokens[self._script.of(np.int64(conversation)), : start + 1].astype(np.int32)
 
-    def collect(self, token: np.ndarray, done: np.ndarray, start: np.ndarray, stopped: np.ndarray) -> list[Written]:
+    def collect(
+        self, token: np.ndarray, done: np.ndarray, start: np.ndarray, stopped: np.ndarray
+    ) -> list[Written]:
         """Conversations that ended in a call's arrays [steps, r]."""
         out = []
         begin = np.zeros(len(self._ids), np.int64)
