@@ -6,12 +6,12 @@ Does not know: file formats (checkpoint/ fills these in), arrays, or the command
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jspark.errors import UserError
 
-Algorithm = Literal["NONE", "DFLASH", "DSPARK"]
+Algorithm = Literal["NONE", "DFLASH", "DSPARK", "EAGLE3"]
 DType = Literal["float32", "bfloat16"]
 VerifyMode = Literal["static", "compact", "cap-accept"]
 
@@ -70,13 +70,30 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True)
+class Eagle3Config:
+    """What EAGLE-3 drafters differ in.
+
+    norm_before_residual: the first layer's residual is the normed hidden state. norm_before_fc, fc_norm: features
+    are normed before they are projected, all together or each on its own. norm_output: a slot hands its normed
+    output on to the next one.
+    """
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
-    """A block-diffusion drafter: backbone, features it reads, sequential head, confidence head.
+    """A block-diffusion drafter: backbone, features it reads, sequential head, confidence head; or EAGLE-3.
 
     `block_size` is γ, the number of drafted tokens, in every dialect. A drafter that predicts from the anchor
     row runs γ rows (DSpark); one that does not runs γ + 1 and drops the first (DFlash).
     `target_layer_ids`: layer id l is the output of target layer l, −1 the embedding.
     `draft_vocab_size`: how many of the target's tokens it can draft; 0: all, and there is no mask.
+    `eagle3`: it is an autoregressive drafter, whose chain may be longer than the `block_size` it was trained for.
+    Its `mask_token_id` means nothing, and `target_layer_ids` () stands for three layers that the target decides.
     `causal_windows`: in layers with a sliding window, a row of the block does not see later ones.
     """
 
@@ -92,12 +109,29 @@ class DrafterConfig:
     own_head: bool = False
     draft_vocab_size: int = 0
     causal_windows: bool = False
+    eagle3: Eagle3Config | None = None
     dialect: str = "deepspec"
+
+    @property
+    def feature_count(self) -> int:
+        """Target layers that it reads."""
+        return len(self.target_layer_ids) or 3
 
     @property
     def block_rows(self) -> int:
         """Rows the backbone runs to draft `block_size` tokens."""
         return self.block_size if self.predicts_from_anchor else self.block_size + 1
+
+
+def with_layer_ids(drafter: DrafterConfig, target: DecoderConfig) -> DrafterConfig:
+    """`drafter` with the layers it reads; where it does not say, the ones that SGLang and vLLM take for EAGLE-3.
+
+    These are inputs of layers 2, n/2 and n − 3, hence outputs of the layers before.
+    """
+    if drafter.target_layer_ids:
+        return drafter
+    n = target.num_layers
+    return replace(drafter, target_layer_ids=(1, n // 2 - 1, n - 4))
 
 
 def check_drafter_fits(drafter: DrafterConfig, target: DecoderConfig) -> None:

@@ -24,8 +24,8 @@ from jspark import axes, kv
 from jspark.budget import BatchState, CostTable, Full, Plan, Policy
 from jspark.config import DecoderConfig, DrafterConfig, EngineConfig
 from jspark.errors import UserError
+from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
-from jspark.models.drafter import Drafter
 from jspark.programs import Programs, ProposeShape, VerifyShape, at_least, ladder
 from jspark.request import FinishReason, Request, Update
 from jspark.scheduler import Running, Scheduler, Work
@@ -60,7 +60,7 @@ class Engine:
         self,
         config: EngineConfig,
         target: tuple[Decoder, DecoderConfig],
-        drafter: tuple[Drafter, DrafterConfig] | None = None,
+        drafter: tuple[AnyDrafter, DrafterConfig] | None = None,
         *,
         policy: Policy | None = None,
         cost: CostTable | None = None,
@@ -97,7 +97,9 @@ class Engine:
             drafter=kv.make_pool(drafter[1].backbone, pages, size, dtype, self.mesh) if drafter else None,
         )
         slots = config.max_running_requests
-        self._slots = self.programs.place(empty_slots(slots, MAX_STOP_IDS))
+        self._chain = spec.drafter is not None and spec.drafter.eagle3 is not None
+        carried = (target_config.hidden_size, dtype) if self._chain else None
+        self._slots = self.programs.place(empty_slots(slots, MAX_STOP_IDS, carried))
         self._dummy = slots
         self.scheduler = Scheduler(
             slots,
@@ -319,7 +321,7 @@ class Engine:
             tiles, tile = 1, total
         row_of = {id(r): i for i, r in enumerate(work.rows)}
         tokens = np.zeros(total, np.int32)
-        positions = np.zeros(total, np.int32)
+        positions, following = np.zeros(total, np.int32), np.zeros(total, np.int32)
         row = np.full(total, count, np.int32)
         index = np.full((tiles, tile), verify_tokens + total, np.int32)
         tile_row = np.zeros(tiles, np.int32)
@@ -329,6 +331,7 @@ class Engine:
             where = slice(start, start + size)
             tokens[where] = chunk.running.request.prompt[chunk.start : chunk.stop]
             positions[where] = np.arange(chunk.start, chunk.stop)
+            following[where] = chunk.running.request.prompt[chunk.start + 1 : chunk.stop + 1]
             row[where] = row_of[id(chunk.running)]
             for first in range(0, size, tile):
                 here = min(tile, size - first)
@@ -338,6 +341,8 @@ class Engine:
             start += size
         rectangles: dict[str, Any] = {"index": index, "row": tile_row}
         fields: dict[str, Any] = {"tokens": tokens, "positions": positions, "row": row}
+        if self._chain:
+            fields["following"] = following
         return Prefill(**fields, tiles=Tiles(**rectangles)), (total, tiles, tile)
 
     def _collect(self, flight: Flight) -> list[Update]:

@@ -33,7 +33,7 @@ class SpeculationFlags:
 
     speculative_algorithm: Annotated[
         Algorithm | None,
-        arg(metavar="{NONE,DFLASH,DSPARK}", help_behavior_hint="(default: the drafter's, or NONE)"),
+        arg(metavar="{NONE,DFLASH,DSPARK,EAGLE3}", help_behavior_hint="(default: the drafter's, or NONE)"),
     ] = None
     """How to draft."""
     speculative_draft_model_path: Annotated[
@@ -44,6 +44,8 @@ class SpeculationFlags:
     """Whether row 0 of the drafter predicts, for drafters that do not say so themselves."""
     speculative_dspark_block_size: Annotated[int, arg(help_behavior_hint="(default: the drafter's)")] = 0
     """Drafted tokens a step, γ."""
+    speculative_num_steps: Annotated[int, arg(help_behavior_hint="(default: the drafter's)")] = 0
+    """The same for EAGLE3: the length of its chain."""
     speculative_dspark_confidence_sts_path: Annotated[
         str | None, arg(metavar="FILE", help_behavior_hint="(default: none)")
     ] = None
@@ -131,6 +133,11 @@ def open_llm(model_path: str, speculation: SpeculationFlags, engine: EngineFlags
     from jspark.llm import LLM
 
     sts = speculation.speculative_dspark_confidence_sts_path
+    size, steps = speculation.speculative_dspark_block_size, speculation.speculative_num_steps
+    if steps and (size or speculation.speculative_algorithm not in (None, "EAGLE3")):
+        raise UserError(
+            "--speculative-num-steps is EAGLE3's; give other drafters --speculative-dspark-block-size alone"
+        )
     return LLM(
         model_path,
         speculation.speculative_draft_model_path,
@@ -139,7 +146,7 @@ def open_llm(model_path: str, speculation: SpeculationFlags, engine: EngineFlags
         policy=speculation.verify_policy,
         sts=None if sts is None else read_temperatures(sts),
         verify_mode=speculation.verify_mode,
-        block_size=speculation.speculative_dspark_block_size,
+        block_size=size or steps,
         **asdict(engine),
     )
 

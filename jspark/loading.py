@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 
 from jspark import axes, weights
 from jspark.checkpoint import DrafterCheckpoint, open_drafter, open_target
-from jspark.config import Algorithm, DecoderConfig, DrafterConfig, DType, check_drafter_fits
+from jspark.config import Algorithm, DecoderConfig, DrafterConfig, DType, check_drafter_fits, with_layer_ids
 from jspark.errors import UserError
+from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
-from jspark.models.drafter import Drafter
 from jspark.tokenizer import Tokenizer
 
 #: The drafter's name that stands for random weights: the cost of a drafter without its use.
@@ -96,14 +96,16 @@ def find_drafter(
     if algorithm is not None and algorithm not in get_args(Algorithm):
         raise UserError(f"the algorithm is {algorithm!r}; it must be {', '.join(get_args(Algorithm))}")
     if spec is None:
-        if algorithm in ("DFLASH", "DSPARK"):
+        if algorithm in ("DFLASH", "DSPARK", "EAGLE3"):
             raise UserError(f"{algorithm} needs a drafter; name one, or choose the algorithm NONE")
         return None
     if algorithm == "NONE":
         raise UserError("the algorithm NONE uses no drafter and one was named; drop one of the two")
     if spec == UNTRAINED:
-        if algorithm == "DFLASH":
-            raise UserError("the untrained drafter is a DSpark one; choose DSPARK, or name a DFlash drafter")
+        if algorithm not in (None, "DSPARK"):
+            raise UserError(
+                f"the untrained drafter is a DSpark one; choose DSPARK, or name a drafter for {algorithm}"
+            )
         return Draft("DSPARK", None)
     checkpoint = open_drafter(spec, anchor_predicts)
     possible = algorithms(checkpoint.config)
@@ -142,19 +144,21 @@ def load_target(
     )
 
 
-def load_drafter(draft: Draft, target: Target, seed: int = 0) -> tuple[Drafter, DrafterConfig]:
+def load_drafter(draft: Draft, target: Target, seed: int = 0) -> tuple[AnyDrafter, DrafterConfig]:
     """The drafter beside its target. seed: of the untrained one. Raises UserError where the two do not fit."""
     dtype = jnp.dtype(target.dtype)
     if draft.checkpoint is None:
         config = weights.untrained_drafter_config(target.config)
         return weights.random_drafter(config, dtype, target.mesh, seed), config
-    config = draft.checkpoint.config
+    config = with_layer_ids(draft.checkpoint.config, target.config)
     check_drafter_fits(config, target.config)
     return weights.load_drafter(draft.checkpoint, config, dtype, target.mesh, target.model), config
 
 
 def algorithms(config: DrafterConfig) -> tuple[Algorithm, ...]:
     """The names that fit a drafter, its own first. DSpark without any head is DFlash in DSpark's layout: both."""
+    if config.eagle3 is not None:
+        return ("EAGLE3",)
     if config.markov != "none" or config.confidence != "none":
         return ("DSPARK",)
     return ("DSPARK", "DFLASH") if config.predicts_from_anchor else ("DFLASH",)

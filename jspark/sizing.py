@@ -15,12 +15,15 @@ from jspark.errors import UserError
 from jspark.programs import ladder
 from jspark.step import Spec
 
+#: Drafted tokens of an EAGLE-3 chain at most: each is a forward of its own, compiled into one program.
+MAX_CHAIN = 32
+
 
 def run_time_block_size(config: EngineConfig, drafter: DrafterConfig | None, target: DecoderConfig) -> int:
     """γ of this engine: the checkpoint's or the smaller one asked for; 0 without a drafter.
 
     Raises:
-        UserError: a block size without a drafter or above the trained one, a drafter that does not fit.
+        UserError: a block size without a drafter or above what the drafter can do, a drafter that does not fit.
     """
     if drafter is None:
         if config.block_size:
@@ -28,7 +31,10 @@ def run_time_block_size(config: EngineConfig, drafter: DrafterConfig | None, tar
         return 0
     check_drafter_fits(drafter, target)
     size = config.block_size or drafter.block_size
-    if size > drafter.block_size:
+    if drafter.eagle3 is not None:
+        if size > MAX_CHAIN:
+            raise UserError(f"a chain of {size} drafted tokens was asked for; ask for {MAX_CHAIN} or less")
+    elif size > drafter.block_size:
         raise UserError(
             f"block size {size} is larger than the {drafter.block_size} this drafter was trained for; "
             f"ask for {drafter.block_size} or less"

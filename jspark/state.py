@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from jspark.pallas.ragged_attention import Tiles
@@ -24,7 +25,8 @@ class Slots:
 
     anchor: the last committed token, not yet run through the target. position: where it stands (0 based), so
     also how many tokens the caches hold. remaining: tokens it may still commit. fresh: nothing committed yet,
-    hence no features to draft from. stop_ids: padded with −1.
+    hence no features to draft from. stop_ids: padded with −1. carried: what eagle.py keeps of a request; None for
+    other drafters.
     """
 
     anchor: Int[Array, " s"]
@@ -34,14 +36,15 @@ class Slots:
     fresh: Bool[Array, " s"]
     stop_ids: Int[Array, "s n"]
     sampling: RowSampling
+    carried: Float[Array, "s h"] | None = None
 
     def take(self, index: Int[Array, " r"]) -> Slots:
         """The entries of some slots, as rows of a step."""
         return jax.tree.map(lambda x: x[index], self)
 
 
-def empty_slots(slots: int, stop_ids: int) -> Slots:
-    """`slots` idle slots and the dummy."""
+def empty_slots(slots: int, stop_ids: int, carried: tuple[int, DTypeLike] | None = None) -> Slots:
+    """`slots` idle slots and the dummy. carried: width and dtype of what a request carries, if anything."""
     n = slots + 1
     ints, off = jnp.zeros(n, jnp.int32), jnp.zeros(n, bool)
     sampling = RowSampling(
@@ -53,7 +56,8 @@ def empty_slots(slots: int, stop_ids: int) -> Slots:
         coupled=off,
     )
     # Copies, because the state is donated and a buffer can be donated once only.
-    slots_ = Slots(ints, ints, ints, off, off, jnp.full((n, stop_ids), -1, jnp.int32), sampling)
+    hidden = None if carried is None else jnp.zeros((n, carried[0]), carried[1])
+    slots_ = Slots(ints, ints, ints, off, off, jnp.full((n, stop_ids), -1, jnp.int32), sampling, carried=hidden)
     return jax.tree.map(lambda x: x.copy(), slots_)
 
 
@@ -67,13 +71,15 @@ def admit(slots: Slots, index: Int[Array, " a"], values: Slots) -> Slots:
 class Prefill:
     """The prefill-chunk rows of a step. tokens, positions, row: [c]; a row index of R or more is padding.
 
-    tiles: the same rows as rectangles, indices counted in the whole packed buffer.
+    tiles: the same rows as rectangles, indices counted in the whole packed buffer. following: the prompt's next
+    token, where somebody asks for it.
     """
 
     tokens: Int[Array, " c"]
     positions: Int[Array, " c"]
     row: Int[Array, " c"]
     tiles: Tiles
+    following: Int[Array, " c"] | None = None
 
 
 @jax.tree_util.register_dataclass

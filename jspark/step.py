@@ -7,19 +7,21 @@ Does not know: shapes that exist (programs.py), requests (engine.py), or how any
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from jspark import kv
+from jspark import eagle, kv
 from jspark.accept import commit, judge
 from jspark.allocate import allocate, survival
 from jspark.batch import pack
 from jspark.config import DecoderConfig, DrafterConfig, VerifyMode
+from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
-from jspark.models.drafter import Drafter
+from jspark.models.eagle3 import Eagle3
 from jspark.models.layers import Vocabulary
 from jspark.propose import Proposal, inject, propose
 from jspark.state import Packet, Slots, StepArgs
@@ -63,7 +65,7 @@ class Pools:
 
 def propose_step(
     spec: Spec,
-    drafter: Drafter,
+    drafter: AnyDrafter,
     vocabulary: Vocabulary,
     pool: kv.Pool,
     slots: Slots,
@@ -75,12 +77,18 @@ def propose_step(
     """Drafts a block for every row of the step from the drafter's pool."""
     assert spec.drafter is not None
     rows = slots.take(slot)
-    return propose(
-        drafter,
+    # The two kinds of drafters differ in what they start from.
+    draft, start = (
+        (partial(eagle.propose, drafter), rows.carried)
+        if isinstance(drafter, Eagle3)
+        else (partial(propose, drafter), rows.anchor)
+    )
+    assert start is not None
+    return draft(
         vocabulary,
         spec.drafter,
         pool,
-        rows.anchor,
+        start,
         rows.position,
         table,
         rows.sampling,
@@ -94,7 +102,7 @@ def propose_step(
 def verify_step(
     spec: Spec,
     target: Decoder,
-    drafter: Drafter | None,
+    drafter: AnyDrafter | None,
     pools: Pools,
     slots: Slots,
     args: StepArgs,
@@ -173,12 +181,19 @@ def verify_step(
         stop_ids=rows.stop_ids,
         active=active,
     )
-    draft_pool = pools.drafter
+    draft_pool, carried = pools.drafter, slots.carried
     if drafter is not None:
         assert spec.drafter is not None
         assert features is not None
         assert draft_pool is not None
-        draft_pool = inject(drafter, spec.drafter, draft_pool, features, batch)
+        if isinstance(drafter, Eagle3):
+            assert carried is not None
+            assert rows.carried is not None
+            view, committed = drafter.vocabulary(target.vocabulary), (done.tokens, done.count, args.prefill)
+            draft_pool, new = eagle.inject(drafter, view, spec.drafter, draft_pool, features, batch, *committed)
+            carried = carried.at[args.slot].set(jnp.where((done.count > 0)[:, None], new, rows.carried))
+        else:
+            draft_pool = inject(drafter, spec.drafter, draft_pool, features, batch)
 
     last = jnp.take_along_axis(done.tokens, jnp.maximum(done.count - 1, 0)[:, None], axis=1)[:, 0]
     slots = Slots(
@@ -189,6 +204,7 @@ def verify_step(
         fresh=slots.fresh.at[args.slot].set(rows.fresh & (done.count == 0)),
         stop_ids=slots.stop_ids,
         sampling=slots.sampling,
+        carried=carried,
     )
     packet = Packet(
         tokens=done.tokens,

@@ -18,7 +18,7 @@ from jspark.checkpoint.checkpoint import (
     open_drafter,
     open_target,
 )
-from jspark.config import DecoderConfig, RopeConfig
+from jspark.config import DecoderConfig, DrafterConfig, RopeConfig
 
 
 def describe(spec: str, anchor_predicts: bool | None = None) -> dict[str, Any]:
@@ -52,20 +52,32 @@ def _drafter(drafter: DrafterCheckpoint) -> dict[str, Any]:
         "path": str(drafter.path),
         "format": "safetensors",
         "dialect": config.dialect,
-        "algorithm": "DFLASH" if config.markov == "none" and config.confidence == "none" else "DSPARK",
+        "algorithm": _algorithm(config),
         **_decoder(config.backbone),
         **_contents(drafter.tensors),
         "block_size": config.block_size,
-        "predicts_from_anchor": config.predicts_from_anchor,
         "draft_vocab_size": config.draft_vocab_size or config.backbone.vocab_size,
-        "mask_token_id": config.mask_token_id,
-        "target_layer_ids": list(config.target_layer_ids),
-        "markov": config.markov,
-        "markov_rank": config.markov_rank,
-        "confidence": config.confidence,
+        "target_layer_ids": list(config.target_layer_ids) or "chosen by the target",
+        **(_block(config) if config.eagle3 is None else asdict(config.eagle3)),
         "own_embedding": config.own_embedding,
         "own_head": config.own_head,
     }
+
+
+def _block(config: DrafterConfig) -> dict[str, Any]:
+    return {
+        "predicts_from_anchor": config.predicts_from_anchor,
+        "mask_token_id": config.mask_token_id,
+        "markov": config.markov,
+        "markov_rank": config.markov_rank,
+        "confidence": config.confidence,
+    }
+
+
+def _algorithm(config: DrafterConfig) -> str:
+    if config.eagle3 is not None:
+        return "EAGLE3"
+    return "DFLASH" if config.markov == "none" and config.confidence == "none" else "DSPARK"
 
 
 def _decoder(config: DecoderConfig) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Drafter folders: a registry of dialects, each a recogniser, a reader of config.json and a table of names.
 
 Knows: the DSpark of DeepSpec and SpecForge, z-lab's DFlash, both in the form of speculators; which of them
-predict from the anchor row. Does not know: targets, or how a drafter computes.
+predict from the anchor row; where EAGLE-3's are read. Does not know: targets, or how a drafter computes.
 Adding a dialect is one more entry in `DIALECTS`.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from jspark.checkpoint import eagle3_dialects as eagle3
 from jspark.checkpoint.draft_vocabulary import MASK
 from jspark.checkpoint.hf_config import architectures, decoder_config
 from jspark.checkpoint.settings import MAX_LAYERS, MAX_POSITION, Settings
@@ -258,6 +259,7 @@ def _is_dflash(config: Settings) -> bool:
     return "DFlashDraftModel" in architectures(config) and _projector(config) in (None, "dflash")
 
 
+_VERIFIER = re.compile(r"(?:model\.)?verifier_.*")
 _DSPARK_RULES = (*_backbone_rules(), *_head_rules())
 
 DIALECTS: tuple[Dialect, ...] = (
@@ -270,7 +272,17 @@ DIALECTS: tuple[Dialect, ...] = (
         _is_speculators,
         _read_speculators,
         _DSPARK_RULES,
-        ignored=re.compile(r"(?:model\.)?verifier_.*"),
+        ignored=_VERIFIER,
+    ),
+    Dialect("deepspec", "DeepSpec's Qwen3Eagle3Model", eagle3.is_deepspec, eagle3.read_deepspec, eagle3.RULES),
+    Dialect("eagle3", "LlamaForCausalLMEagle3", eagle3.is_original, eagle3.read_original, eagle3.RULES),
+    Dialect(
+        "speculators",
+        "speculators' eagle3",
+        eagle3.is_speculators,
+        eagle3.read_speculators,
+        eagle3.RULES,
+        ignored=_VERIFIER,
     ),
 )
 
@@ -281,6 +293,7 @@ _DRAFTER_KEYS = (
     "speculators_model_type",
     "target_layer_ids",
     "markov_rank",
+    "eagle_config",
 )
 
 
