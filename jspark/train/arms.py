@@ -1,4 +1,4 @@
-"""What is trained: for each algorithm its drafter, loss, cost and export.
+"""What is trained: the drafter with its loss, its cost and its export.
 
 Knows: which pieces belong together. Does not know: the loop, or how any piece works.
 """
@@ -18,7 +18,7 @@ from jspark.loading import Target
 from jspark.train import flops
 from jspark.train.attention import implementation
 from jspark.train.config import TrainConfig
-from jspark.train.step import LossFunction, Trainee, block_loss
+from jspark.train.step import LossFunction, Trainee, drafter_loss
 from jspark.weights import random_drafter
 
 
@@ -34,10 +34,6 @@ class Arm:
 
 def make(config: TrainConfig, target: Target, mesh: Mesh) -> Arm:
     """The arm that `config` asks for; UserError for a drafter that cannot be made for this target."""
-    return _block(config, target, mesh)
-
-
-def _block(config: TrainConfig, target: Target, mesh: Mesh) -> Arm:
     drafter = config.drafter.config(target.config)
     how = implementation(mesh.devices.flat[0], config.dtype)
     module = random_drafter(drafter, jnp.float32, mesh, config.seed)
@@ -47,7 +43,7 @@ def _block(config: TrainConfig, target: Target, mesh: Mesh) -> Arm:
 
     return Arm(
         trainee=Trainee(module),
-        loss=block_loss(config, drafter, target.config, how),
-        flops=flops.block_step(config, drafter, target.config),
+        loss=drafter_loss(config, drafter, target.config, how),
+        flops=flops.step(config, drafter, target.config),
         export=export,
     )

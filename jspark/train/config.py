@@ -9,7 +9,7 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from jspark.config import DecoderConfig, DrafterConfig, DType
+from jspark.config import DecoderConfig, DrafterConfig, DType, Eagle3Config
 from jspark.errors import UserError
 from jspark.train.objective import Weights
 from jspark.weights import untrained_drafter_config
@@ -39,7 +39,8 @@ class DrafterShape:
         for name in ("layers", "block_size", "markov_rank"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        base = untrained_drafter_config(target, layers=self.layers, block_size=self.block_size)
+        layers = 1 if self.algorithm == "EAGLE3" else self.layers
+        base = untrained_drafter_config(target, layers=layers, block_size=self.block_size)
         ids = self.target_layer_ids or base.target_layer_ids
         bad = [i for i in ids if not -1 <= i < target.num_layers - 1]
         if bad or len(set(ids)) != len(ids):
@@ -61,6 +62,7 @@ class DrafterShape:
             markov="none" if headless else self.markov,
             markov_rank=0 if headless else self.markov_rank,
             confidence="none" if headless else with_confidence,
+            eagle3=Eagle3Config() if self.algorithm == "EAGLE3" else None,
         )
 
 

@@ -96,9 +96,8 @@ def train(target: Target, text: Text, config: TrainConfig, run: Run, mesh: Mesh)
         files.save(state)
     files.close()
     summary = record | meter.summary() | {"steps_done": done, "finished": done >= steps}
-    if done >= steps:
-        drafter = arm.trainee.module(state.params, jnp.bfloat16)
-        arm.export(drafter, run.folder / "drafter")
+    # Of a run that stopped early too: it drafts, only not as well as it will.
+    arm.export(arm.trainee.module(state.params, jnp.bfloat16), run.folder / "drafter")
     (run.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
 
