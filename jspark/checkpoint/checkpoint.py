@@ -159,8 +159,8 @@ def open_drafter(spec: str, anchor_predicts: bool | None = None) -> DrafterCheck
         if set(hf_config.architectures(config)) & set(hf_config.TARGETS) and not looks_like_drafter(config):
             raise UserError(f"{path} is a target, not a drafter; pass it as the model instead")
         raise unknown_dialect(config)
+    stored, config = dequantised(SafetensorsFolder(path), config)
     drafter = read_drafter(config, dialect, anchor_predicts)
-    stored = dequantised(SafetensorsFolder(path), config)
     source, draft_vocab_size = full_vocabulary(stored, config, drafter.backbone.vocab_size)
     tensors = _tensors(source, dialect.rules, str(path))
     tensors = replace(tensors, unknown=tuple(n for n in tensors.unknown if not dialect.ignored.fullmatch(n)))

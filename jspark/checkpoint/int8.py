@@ -41,14 +41,13 @@ def marker() -> dict[str, Any]:
     return {"quantization_config": {"quant_method": METHOD}}
 
 
-def dequantised(source: TensorSource, config: Settings) -> TensorSource:
-    """`source` with float tensors only; itself where nothing is quantised. UserError for other quantisations."""
-    section = config.section("quantization_config")
-    if section is None:
-        return source
-    if section.text("quant_method") != METHOD:
-        raise section.bad("quant_method", f"{METHOD}: other quantised drafters cannot be read")
-    return _Dequantised(source, config.origin)
+def dequantised(source: TensorSource, config: Settings) -> tuple[TensorSource, Settings]:
+    """`source` with float tensors only and `config` without the mark; both as they are where there is none."""
+    section = config.get("quantization_config")
+    if not isinstance(section, dict) or section.get("quant_method") != METHOD:
+        return source, config
+    values = {key: value for key, value in config.values.items() if key != "quantization_config"}
+    return _Dequantised(source, config.origin), Settings(values, config.origin)
 
 
 class _Dequantised:
