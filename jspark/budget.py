@@ -21,6 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from jspark.errors import UserError
+from jspark.files import MAX_JSON, UnreadableError, read_text
 
 #: Dearest over cheapest verification up to which a table says nothing about the budget.
 FLAT = 1.02
@@ -71,10 +72,10 @@ class CostTable:
             raw = json.loads(text)
             draft, verify = ({int(k): float(v) for k, v in raw[name].items()} for name in ("draft", "verify"))
             context = float(raw.get("context", 0.0))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             raise UserError(
-                'a cost table is JSON of the form {"draft": {rows: seconds}, "verify": {tokens: seconds}, '
-                f'"context": seconds}}, which this text is not ({type(error).__name__}: {error})'
+                'a cost table must be JSON of the form {"draft": {rows: seconds}, "verify": {tokens: seconds}, '
+                '"context": seconds}, which this text is not; correct it'
             ) from None
         return cls(draft, verify, context)
 
@@ -225,8 +226,8 @@ def parse_policy(text: str) -> Policy:
         return Threshold(threshold)
     if name == "argmax" and value:
         try:
-            table = Path(value).read_text()
-        except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path with a zero byte
+            table = read_text(Path(value), MAX_JSON)
+        except UnreadableError as error:
             raise UserError(f"the cost table {value} cannot be read ({error}); pass a file that exists") from None
         return GlobalArgmax(CostTable.from_json(table))
     raise UserError(f"unknown verify policy {text!r}; write full, fixed:K, threshold:X or argmax:FILE")

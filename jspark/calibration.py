@@ -10,15 +10,16 @@ import math
 from pathlib import Path
 
 from jspark.errors import UserError
+from jspark.files import MAX_JSON, UnreadableError, read_text
 
 
 def read_temperatures(path: str | Path) -> tuple[float, ...]:
     """The temperatures in a JSON file {"temperatures": [t₁, …, t_γ]}; UserError for anything else."""
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))["temperatures"]
+        values = json.loads(read_text(Path(path), MAX_JSON))["temperatures"]
         numbers = tuple(float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool))
-    except OSError as e:
-        raise UserError(f"the calibration {path} cannot be read ({e.strerror}); pass a file that exists") from None
+    except UnreadableError as e:
+        raise UserError(f"the calibration {path} cannot be read ({e}); pass a file that exists") from None
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         values, numbers = [], ()
     if not numbers or len(numbers) != len(values) or not all(0 < n < math.inf for n in numbers):

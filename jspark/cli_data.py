@@ -17,7 +17,7 @@ from jspark.errors import UserError
 
 @dataclass(frozen=True)
 class Data:
-    """Have a target write its own training text: it asks itself questions through its chat template and answers."""
+    """Have a target write its own training text: questions in its chat template, and its answers."""
 
     model_path: str
     """The target: a Hugging Face folder, a GGUF file, or the built-in smollm2-135m."""

@@ -19,7 +19,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from tyro.conf import arg
 
 from jspark.errors import UserError
-from jspark.flags import EngineFlags, SamplingFlags, SpeculationFlags, open_llm, token_ids
+from jspark.flags import EngineFlags, ModelFlags, SamplingFlags, SpeculationFlags, open_llm, token_ids
 
 if TYPE_CHECKING:
     from jspark.llm import LLM, Output
@@ -32,8 +32,7 @@ Prompt = str | list[int]
 class Generate:
     """Answer prompts: text streams to stdout, figures go to stderr."""
 
-    model_path: str
-    """A Hugging Face folder, a GGUF file, or the built-in smollm2-135m."""
+    model: ModelFlags
     prompt: Annotated[tuple[str, ...], arg(metavar="TEXT")] = ()
     """A text to continue. Answers come in this order: --prompt, --token-ids, --prompt-file."""
     token_ids: Annotated[tuple[str, ...], arg(metavar="ID,ID,…")] = ()
@@ -52,8 +51,10 @@ class Generate:
     def run(self) -> int:
         """Answers all prompts."""
         prompts = self._prompts()
+        if self.model.chat_template is not None and not self.chat:
+            raise UserError("--chat-template does nothing without --chat; add --chat, or drop it")
         params = self.sampling.params()
-        llm = open_llm(self.model_path, self.speculation, self.engine)
+        llm = open_llm(self.model, self.speculation, self.engine)
         asked: list[Prompt] = [self._chat(llm, p) for p in prompts] if self.chat else prompts
         started = time.perf_counter()
         if self.json:

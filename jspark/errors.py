@@ -6,6 +6,17 @@ The command line prints it and exits with 2; the HTTP server answers with a 4xx.
 
 from __future__ import annotations
 
+#: Characters of a message.
+_LONGEST = 2000
+
 
 class UserError(ValueError):
-    """Bad input: a file, an option or a request that cannot be served as given."""
+    """Bad input: a file, an option or a request that cannot be served as given.
+
+    The message is one printable line of bounded length, whatever names and values of somebody's file are in it.
+    """
+
+    def __init__(self, message: str):
+        line = " ".join(message.split())
+        line = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in line)
+        super().__init__(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 300]} … {line[-300:]}")

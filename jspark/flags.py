@@ -27,6 +27,31 @@ AnchorPredicts = Annotated[
 ]
 
 
+#: A branch, tag or commit.
+Revision = Annotated[str | None, arg(metavar="REV", help_behavior_hint="(default: main)")]
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Which model, and under which name."""
+
+    model_path: str
+    """A Hugging Face folder, a GGUF file, the built-in smollm2-135m, or a model of the Hub: org/name,
+    org/name@REV, or org/name:FILE for one of its GGUF files."""
+    revision: Revision = None
+    """Branch, tag or commit of a model of the Hub."""
+    offline: bool = False
+    """Fetches nothing: models come from the disk. HF_HUB_OFFLINE and JSPARK_OFFLINE do the same."""
+    served_model_name: Annotated[
+        str | None, arg(metavar="NAME", help_behavior_hint="(default: the checkpoint's)")
+    ] = None
+    """The model's name in outputs."""
+    chat_template: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: the checkpoint's)")] = (
+        None
+    )
+    """A chat template (jinja) to use for chats."""
+
+
 @dataclass(frozen=True)
 class SpeculationFlags:
     """What drafts, and how its drafts are verified."""
@@ -39,7 +64,9 @@ class SpeculationFlags:
     speculative_draft_model_path: Annotated[
         str | None, arg(metavar="PATH", help_behavior_hint="(default: none)")
     ] = None
-    """The drafter's folder, or `untrained` for one of random weights, which shows only what drafting costs."""
+    """The drafter's folder or Hub id, or `untrained`: random weights, which show only what drafting costs."""
+    speculative_draft_model_revision: Revision = None
+    """Branch, tag or commit of a drafter of the Hub."""
     draft_anchor_predicts: AnchorPredicts = None
     """Whether row 0 of the drafter predicts, for drafters that do not say so themselves."""
     speculative_dspark_block_size: Annotated[int, arg(help_behavior_hint="(default: the drafter's)")] = 0
@@ -128,7 +155,7 @@ class SamplingFlags:
         return params
 
 
-def open_llm(model_path: str, speculation: SpeculationFlags, engine: EngineFlags) -> LLM:
+def open_llm(model: ModelFlags, speculation: SpeculationFlags, engine: EngineFlags) -> LLM:
     """The model that the flags describe, loaded; UserError for what cannot be."""
     from jspark.llm import LLM
 
@@ -139,9 +166,14 @@ def open_llm(model_path: str, speculation: SpeculationFlags, engine: EngineFlags
             "--speculative-num-steps is EAGLE3's; give other drafters --speculative-dspark-block-size alone"
         )
     return LLM(
-        model_path,
+        model.model_path,
         speculation.speculative_draft_model_path,
         speculation.speculative_algorithm,
+        revision=model.revision,
+        draft_revision=speculation.speculative_draft_model_revision,
+        offline=model.offline,
+        served_model_name=model.served_model_name,
+        chat_template=model.chat_template,
         draft_anchor_predicts=yes_or_no(speculation.draft_anchor_predicts),
         policy=speculation.verify_policy,
         sts=None if sts is None else read_temperatures(sts),

@@ -39,14 +39,16 @@ _ENGINE_FIELDS = {f.name for f in fields(EngineConfig)} - {"dtype"}
 class Output:
     """The answer to one prompt.
 
-    text: None without a tokenizer; what ended it (stop string, stop token) is not part of it. output_ids: new
-    tokens only, up to the one that ended it. stop_reason: the stop string or the id of the stop token. steps:
+    model: the name under which it is served. text: None without a tokenizer; what ended it (stop string, stop
+    token) is not part of it. output_ids: new tokens only, up to the one that ended it. stop_reason: the stop
+    string or the id of the stop token. steps:
     target forwards that committed tokens of this prompt after its prefill. accept_length: tokens after the
     first, per step; None without a step. window_histogram[n]: steps that sent n drafted tokens to
     verification; accepted_histogram[n]: steps that accepted n of them (both γ + 1 long). Seconds run from
     admission to the first token, and from there to the last; compilation on first use is inside them.
     """
 
+    model: str
     text: str | None
     output_ids: list[int]
     finish_reason: FinishReason
@@ -75,10 +77,13 @@ class LLM:
     """A target, with or without a drafter, that answers prompts. Iterators may be interleaved, and used from
     several threads: they take turns, a step at a time.
 
-    model: a folder, a GGUF file, a built-in name, or a `Target` that other LLMs share. draft: a drafter's
-    folder, or "untrained" for one of random weights. speculative_algorithm: follows from the drafter when not
-    given. draft_anchor_predicts: whether the drafter's row 0 predicts, for checkpoints that do not say so.
-    dtype: float32 on the CPU and bfloat16 elsewhere when not given. policy: how much of each block is verified,
+    model: a folder, a GGUF file, a built-in name, a Hub id (org/name, org/name@revision, org/name:FILE.gguf), or
+    a `Target` that other LLMs share. draft: a drafter's folder or Hub id, or "untrained" for one of random
+    weights. speculative_algorithm: follows from the drafter when not given. revision, draft_revision: of models
+    of the Hub. offline: nothing is fetched. served_model_name: in outputs; the checkpoint's name when not given.
+    chat_template: a file to use in place of the checkpoint's. draft_anchor_predicts: whether the drafter's row 0
+    predicts, for checkpoints that do not say so. dtype: float32 on the CPU and bfloat16 elsewhere when not given.
+    policy: how much of each block is verified,
     as an object or in the command line's words. sts: temperatures of the drafter's confidence, one a drafted
     token (`calibration.read_temperatures`). seed: of the untrained drafter, and of the requests that bring
     none. engine: fields of `EngineConfig`, such as verify_mode, block_size, max_running_requests, page_size,
@@ -94,6 +99,11 @@ class LLM:
         draft: str | PathLike[str] | None = None,
         speculative_algorithm: Algorithm | None = None,
         *,
+        revision: str | None = None,
+        draft_revision: str | None = None,
+        offline: bool = False,
+        served_model_name: str | None = None,
+        chat_template: str | PathLike[str] | None = None,
         draft_anchor_predicts: bool | None = None,
         dtype: DType | None = None,
         policy: str | Policy = "full",
@@ -118,15 +128,20 @@ class LLM:
             if not isinstance(path, str | PathLike | Target | None) or (what, path) == ("model", None):
                 raise UserError(f"{what} is {path!r}; it must be the path of a checkpoint")
         spec = None if draft is None else fspath(draft)
-        found = find_drafter(spec, speculative_algorithm, draft_anchor_predicts)
+        found = find_drafter(spec, speculative_algorithm, draft_anchor_predicts, draft_revision, offline)
         self._refuse_unused(found, engine.get("block_size"), sts)
         self._sts = sts
         programs.use_compilation_cache()
         if not isinstance(model, Target):
-            model = load_target(fspath(model), dtype, mesh, draft=found)
+            model = load_target(fspath(model), dtype, mesh, draft=found, revision=revision, offline=offline)
+        elif revision is not None:
+            raise UserError(
+                "the target is loaded already, so a revision of it cannot be chosen; drop the revision"
+            )
         elif dtype not in (None, model.dtype) or mesh not in (None, model.mesh):
             raise UserError("the target is loaded already; its dtype and mesh cannot be changed, load it again")
-        self.target = model
+        self.target = model if chat_template is None else model.with_chat_template(chat_template)
+        self.served_model_name = served_model_name or model.name
         self.algorithm: Algorithm = found.algorithm if found else "NONE"
         self._drafter = load_drafter(found, model, seed or 0) if found else None
         self._config = EngineConfig(dtype=model.dtype, **engine)
@@ -203,16 +218,26 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Output]:
-        """Answers to one conversation or several ({"role": …, "content": …}), by the model's chat template."""
+        """Answers to one conversation or several ({"role": …, "content": …}), by the model's chat template.
+
+        tools: what the model may call, as the OpenAI API has them; messages may have "tool_calls" and the role
+        "tool". Raises UserError where the template refuses the messages or has no place for tools.
+        """
         several = messages if messages and not isinstance(messages[0], Mapping) else [messages]
-        return self.generate([self.target.chat_ids(m) for m in several], params)  # type: ignore[arg-type]
+        return self.generate([self.target.chat_ids(m, tools) for m in several], params)  # type: ignore[arg-type]
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Generator[Delta, None, None]:
-        """The answer to one conversation, piece by piece; see `stream`."""
-        return self.stream(self.target.chat_ids(messages), params)
+        """The answer to one conversation, piece by piece; see `chat` and `stream`."""
+        return self.stream(self.target.chat_ids(messages, tools), params)
 
     # ── prompts → sequences ───────────────────────────────────────────────────────────────────────────────────
 
@@ -262,7 +287,7 @@ class LLM:
         self.engine.check(request)
         tokenizer = self.target.tokenizer
         text = TextStream(tokenizer.stream(), params.stop) if tokenizer else None
-        return _Sequence(request, text, self.engine.block_size)
+        return _Sequence(request, text, self.engine.block_size, self.served_model_name)
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -338,11 +363,12 @@ class LLM:
 class _Sequence:
     """One request on its way to an Output."""
 
-    def __init__(self, request: Request, text: TextStream | None, block_size: int):
+    def __init__(self, request: Request, text: TextStream | None, block_size: int, model: str):
         self.request = request
         self.finish_reason: FinishReason | None = None
         self._text = text
         self._block_size = block_size
+        self._model = model
         self._ids: list[int] = []
         self._pieces: list[str] = []
         self._told_ids = self._told_pieces = 0
@@ -382,6 +408,7 @@ class _Sequence:
         assert self.finish_reason is not None
         stats, count = self._stats, len(self._ids)
         return Output(
+            model=self._model,
             text="".join(self._pieces) if self._text else None,
             output_ids=self._ids,
             finish_reason=self.finish_reason,

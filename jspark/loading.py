@@ -7,7 +7,8 @@ Does not know: requests, text, or the engine's sizes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Any, get_args
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jspark import axes, weights
+from jspark.chat_template import read_template
 from jspark.checkpoint import DrafterCheckpoint, open_drafter, open_target
 from jspark.config import Algorithm, DecoderConfig, DrafterConfig, DType, check_drafter_fits, with_layer_ids
 from jspark.errors import UserError
@@ -58,10 +60,18 @@ class Target:
         tokenizer = self.need_tokenizer("a text prompt")
         return tokenizer.encode(_unicode(text)) if text else []
 
-    def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def with_chat_template(self, path: str | PathLike[str]) -> Target:
+        """The same target with the chat template in a file; UserError where it cannot be read."""
+        tokenizer = self.need_tokenizer("a chat template")
+        return replace(self, tokenizer=tokenizer.with_chat_template(read_template(path), str(path)))
+
+    def chat_ids(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
         """Token ids of a conversation ({"role": …, "content": …}) with the beginning of an answer.
 
-        Raises UserError where there is no chat template, or where it refuses the messages.
+        tools: JSON schemas of what the model may call. Raises UserError where there is no chat template, or where
+        it refuses the messages or ignores the tools.
         """
         tokenizer = self.need_tokenizer("a chat")
         good = not isinstance(messages, str | Mapping) and all(
@@ -69,7 +79,7 @@ class Target:
         )
         if not (good and messages):
             raise UserError('a chat is a list of at least one {"role": …, "content": …}; pass such a list')
-        return tokenizer.encode(_unicode(tokenizer.apply_chat_template(messages)), add_special_tokens=False)
+        return tokenizer.encode(_unicode(tokenizer.apply_chat_template(messages, tools)), add_special_tokens=False)
 
 
 @dataclass(frozen=True)
@@ -81,13 +91,19 @@ class Draft:
 
 
 def find_drafter(
-    spec: str | None, algorithm: Algorithm | None, anchor_predicts: bool | None = None
+    spec: str | None,
+    algorithm: Algorithm | None,
+    anchor_predicts: bool | None = None,
+    revision: str | None = None,
+    offline: bool = False,
 ) -> Draft | None:
-    """The drafter in the folder `spec`, from headers alone, or the untrained one; None without one.
+    """The drafter in a folder or on the Hub, from headers alone, or the untrained one; None without one.
 
-    algorithm: what the user asked for, None for whatever the drafter is. anchor_predicts: see `open_drafter`.
-    Raises UserError when they contradict each other.
+    algorithm: what the user asked for, None for whatever the drafter is. The rest is `open_drafter`'s. Raises
+    UserError when they contradict each other.
     """
+    if revision is not None and spec in (None, UNTRAINED):
+        raise UserError("a revision of the drafter was given without a drafter of the Hub; name one, or drop it")
     if anchor_predicts is not None and spec in (None, UNTRAINED):
         raise UserError(
             "whether the anchor predicts was given without a drafter's folder; name a folder, or drop "
@@ -107,7 +123,7 @@ def find_drafter(
                 f"the untrained drafter is a DSpark one; choose DSPARK, or name a drafter for {algorithm}"
             )
         return Draft("DSPARK", None)
-    checkpoint = open_drafter(spec, anchor_predicts)
+    checkpoint = open_drafter(spec, anchor_predicts, revision, offline)
     possible = algorithms(checkpoint.config)
     if algorithm is not None and algorithm not in possible:
         raise UserError(
@@ -118,16 +134,23 @@ def find_drafter(
 
 
 def load_target(
-    spec: str, dtype: DType | None = None, mesh: Mesh | None = None, *, draft: Draft | None = None
+    spec: str,
+    dtype: DType | None = None,
+    mesh: Mesh | None = None,
+    *,
+    draft: Draft | None = None,
+    revision: str | None = None,
+    offline: bool = False,
 ) -> Target:
     """The target that `spec` names, its weights on `mesh` (one device by default).
 
     dtype: None is float32 on the CPU and bfloat16 elsewhere. draft: refused before any weights are read where
-    it was made for another target. Raises UserError for what cannot be loaded.
+    it was made for another target. revision, offline: see `checkpoint.find`. Raises UserError for what cannot be
+    loaded.
     """
     if dtype not in (None, *get_args(DType)):
         raise UserError(f"dtype is {dtype!r}; it must be {' or '.join(get_args(DType))}")
-    checkpoint = open_target(spec)
+    checkpoint = open_target(spec, revision, offline)
     if draft and draft.checkpoint:
         check_drafter_fits(draft.checkpoint.config, checkpoint.config)
     mesh = mesh or _default_mesh()

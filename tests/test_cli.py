@@ -19,8 +19,8 @@ from jspark.cli_generate import read_prompts
 from jspark.demo import WrappedPrinter
 from jspark.errors import UserError
 
-KEYS = ["text", "output_ids", "finish_reason", "prompt_tokens", "completion_tokens", "steps", "accept_length"]
-KEYS += ["window_histogram", "accepted_histogram", "prefill_seconds", "decode_seconds"]
+KEYS = ["model", "text", "output_ids", "finish_reason", "prompt_tokens", "completion_tokens", "steps"]
+KEYS += ["accept_length", "window_histogram", "accepted_histogram", "prefill_seconds", "decode_seconds"]
 SIZES = ["--max-running-requests", "1", "--context-length", "128", "--chunked-prefill-size", "32"]
 
 
@@ -58,12 +58,14 @@ def command(*args, **options) -> subprocess.Popen:
 def test_json_is_all_there_is_on_stdout(target, draft, answer):
     prompt, tokens = answer
     flags = ["--token-ids", prompt, "--token-ids", "57", "--max-new-tokens", "24", "--ignore-eos", "--json"]
+    flags += ["--served-model-name", "small"]
     process = command("generate", "--model-path", target, "--speculative-draft-model-path", draft, *flags, *SIZES)
     out, err = process.communicate()
     assert (process.returncode, err) == (0, "")
     first, second = map(json.loads, out.splitlines())
     assert list(first) == list(second) == KEYS
     assert first["text"] is None
+    assert first["model"] == "small"
     assert first["output_ids"] == tokens[:24]
     assert (first["prompt_tokens"], first["completion_tokens"], first["finish_reason"]) == (6, 24, "length")
     assert first["accept_length"] == 23 / first["steps"] > 1.5

@@ -121,7 +121,7 @@ def measure(settings: Settings, mesh: Mesh) -> dict[str, Any]:
 
 
 def _parts(config: TrainConfig, target: Target, arm: arms.Arm, batch: Batch, repeats: int) -> dict[str, float]:
-    """Seconds of: the target's forward; the drafter's layers with gradients; the vocabulary losses with gradients."""
+    """Seconds of the target's forward, and with gradients of the drafter's layers and of the vocabulary losses."""
     dtype = jnp.dtype(config.dtype)
     drafter = config.drafter.config(target.config)
     how = implementation(target.mesh.devices.flat[0], config.dtype)

@@ -14,6 +14,7 @@ from jspark.checkpoint.checkpoint import (
     DrafterCheckpoint,
     TargetCheckpoint,
     Tensors,
+    find,
     is_drafter,
     open_drafter,
     open_target,
@@ -21,12 +22,15 @@ from jspark.checkpoint.checkpoint import (
 from jspark.config import DecoderConfig, DrafterConfig, RopeConfig
 
 
-def describe(spec: str, anchor_predicts: bool | None = None) -> dict[str, Any]:
+def describe(
+    spec: str, anchor_predicts: bool | None = None, revision: str | None = None, offline: bool = False
+) -> dict[str, Any]:
     """Facts of the target or drafter that `spec` names, from headers alone: str, numbers, lists, dicts.
 
-    anchor_predicts: see `open_drafter`. Raises UserError as `open_target` and `open_drafter` do.
+    The arguments, and what is raised, are those of `open_target` and `open_drafter`.
     """
-    return _drafter(open_drafter(spec, anchor_predicts)) if is_drafter(spec) else _target(open_target(spec))
+    place = find(spec, revision, offline)
+    return _drafter(open_drafter(place, anchor_predicts)) if is_drafter(place) else _target(open_target(place))
 
 
 def _target(target: TargetCheckpoint) -> dict[str, Any]:

@@ -65,7 +65,8 @@ def export_drafter(
 
     The dialect is DeepSpec's, and z-lab's for a DFlash drafter that does not predict from its anchor, which
     DeepSpec's form cannot say. A drafter on devices is written without what it shares with its target. dtype:
-    as it is when None; int8 is read by this project only. overwrite: may replace a drafter in `folder`. The folder appears whole or not at all.
+    as it is when None; int8 is read by this project only. overwrite: may replace a drafter in `folder`. The folder
+    appears whole or not at all.
 
     Raises:
         UserError: neither dialect can express the drafter, or the folder is in use or cannot be written.

@@ -1,8 +1,8 @@
 """Drafters stored in eight bits: a scale for each output row, dequantised when they are read.
 
-Knows: the two tensors that stand for one (`x.weight` in int8, `x.weight_scale` in float32, one a row of the file's
-orientation [out, in]), and how config.json marks such a folder. Does not know: dialects or models; arithmetic is in
-the engine's own dtype, so this saves space in files and nothing else.
+Knows: the two tensors that stand for one (`x.weight` in int8, `x.weight_scale` in float32, one a row of the
+file's orientation [out, in]), and how config.json marks such a folder. Does not know: dialects or models.
+Arithmetic is in the engine's own dtype, so this saves space in files and nothing else.
 """
 
 from __future__ import annotations

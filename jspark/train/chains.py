@@ -1,11 +1,11 @@
 """EAGLE-3's forward in training: the training-time test (arXiv 2503.01840, section 3.2).
 
-Knows: chains unrolled from their anchors on the drafter's own hidden states, and what each link sees. Does not know:
-losses, or how anchors are chosen. The inference counterpart is eagle.py.
+Knows: chains unrolled from their anchors on the drafter's own hidden states, and what each link sees.
+Does not know: losses, or how anchors are chosen. The inference counterpart is eagle.py.
 
-A chain starts at the slot before its anchor, whose hidden state comes from the target's features; every further slot
-takes the output of the one before it, paired with the text's own token. As in inference, it sees the slots with
-features up to its start, and its own.
+A chain starts at the slot before its anchor, whose hidden state comes from the target's features; every further
+slot takes the output of the one before it, paired with the text's own token. As in inference, it sees the slots
+with features up to its start, and its own.
 """
 
 from __future__ import annotations

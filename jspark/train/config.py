@@ -45,8 +45,8 @@ class DrafterShape:
         bad = [i for i in ids if not -1 <= i < target.num_layers - 1]
         if bad or len(set(ids)) != len(ids):
             raise UserError(
-                f"target layer {bad[0] if bad else ids} is outside -1..{target.num_layers - 2} or named twice; the "
-                f"target has {target.num_layers} layers, and the last one's output is what a drafter predicts"
+                f"target layer {bad[0] if bad else ids} is outside -1..{target.num_layers - 2} or named twice; "
+                f"the target has {target.num_layers} layers, and a drafter predicts what the last one gives"
             )
         mask = target.vocab_size - 1 if self.mask_token_id == -1 else self.mask_token_id
         if not 0 <= mask < target.vocab_size:
@@ -101,7 +101,7 @@ class TrainConfig:
             raise UserError("a run needs at least one step; give a positive number of steps or epochs")
         if self.batch_size % self.accumulate:
             raise UserError(
-                f"a batch of {self.batch_size} cannot be cut into {self.accumulate} equal parts; change one of them"
+                f"a batch of {self.batch_size} cannot be cut into {self.accumulate} equal parts; change one"
             )
         if self.anchors >= self.sequence_length:
             raise UserError(

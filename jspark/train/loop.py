@@ -57,7 +57,7 @@ def train(target: Target, text: Text, config: TrainConfig, run: Run, mesh: Mesh)
     steps = config.steps or max(1, round(config.epochs * len(packed) / config.batch_size))
     if config.batch_size % mesh.shape["data"]:
         raise UserError(
-            f"a batch of {config.batch_size} cannot be spread over {mesh.shape['data']} devices; change --batch-size"
+            f"a batch of {config.batch_size} cannot be spread over {mesh.shape['data']} devices; change the size"
         )
     arm = arms.make(config, target, mesh)
     record = {

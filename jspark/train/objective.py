@@ -1,11 +1,11 @@
 """The DSpark objective (arXiv 2607.05147, equations 8 to 12), and DFlash's as a part of it.
 
-Knows: cross-entropy, total variation and confidence losses of drafted blocks, their weights and figures, and how to
-take them through a large vocabulary in chunks. Does not know: attention, optimisers, or where blocks come from.
+Knows: cross-entropy, total variation and confidence losses of drafted blocks, their weights and figures, and how
+to take them through a large vocabulary in chunks. Does not know: attention, optimisers, where blocks come from.
 
-The vocabulary is where training spends its time and memory: [rows, V] logits of drafter and target. They exist for
-one chunk of blocks at a time, and the chunk's gradients are taken in the same visit, so that no logits are computed
-a second time in the backward pass; what is left for it is a multiplication by the incoming gradient.
+The vocabulary is where training spends its time and memory: [rows, V] logits of drafter and target. They exist
+for one chunk of blocks at a time, and the chunk's gradients are taken in the same visit, so that no logits are
+computed a second time in the backward pass; what is left for it is a product with the incoming gradient.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ class Weights:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Blocks:
-    """What the losses of blocks need. hidden: of the drafter. taught: the target's final hidden states at the rows
-    whose logits the drafted tokens are judged by. previous: the token before each drafted one. weight: 0 where there
-    is nothing to predict, else w_k."""
+    """What the losses of blocks need.
+
+    hidden: of the drafter. taught: the target's final hidden states at the rows whose logits the drafted tokens
+    are judged by. previous: the token before each drafted one. weight: 0 where there is nothing to predict, else
+    w_k.
+    """
 
     hidden: Float[Array, "b n g h"]
     taught: Float[Array, "b n g h"]
@@ -129,8 +132,8 @@ class _Rows:
 def _rows(logits: Array, taught: Array, target: Array, w: Weights) -> _Rows:
     """The losses that look at whole distributions; logits and taught: float32 [r, g, v].
 
-    Written out rather than differentiated: every visit of arrays of this size counts. There are four (maxima, sums,
-    distances, gradient), and the probabilities are made anew in each instead of being stored.
+    Written out rather than differentiated: every visit of arrays of this size counts. There are four (maxima,
+    sums, distances, gradient), and the probabilities are made anew in each instead of being stored.
     """
     log_z = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     log_y = jax.nn.logsumexp(taught, axis=-1, keepdims=True)

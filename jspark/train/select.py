@@ -49,8 +49,8 @@ def looping(answer: np.ndarray) -> np.ndarray:
 class Selection:
     """Keeps or refuses conversations one by one and counts.
 
-    min_question, min_answer: tokens. near: whether questions are compared (not for given prompts). template: tokens
-    of the template before the question, which are no part of it.
+    min_question, min_answer: tokens. near: whether questions are compared (not for given prompts). template:
+    tokens of the template before the question, which are no part of it.
     """
 
     min_question: int = 0

@@ -18,8 +18,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspark.config import DecoderConfig, DrafterConfig
-from jspark.models.decoder import Decoder
 from jspark.models.any_drafter import AnyDrafter
+from jspark.models.decoder import Decoder
 from jspark.models.eagle3 import Eagle3
 from jspark.train import objective
 from jspark.train.attention import Implementation

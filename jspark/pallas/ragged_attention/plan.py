@@ -1,0 +1,137 @@
+"""How the blocks of keys of one step are cut over the workers of the Mosaic kernel.
+
+Knows: query tiles, blocks of keys, stream-K cuts. Made from run-time lengths with a few small array operations, on
+the device and once a step: every layer with the same mask reads the same plan.
+Does not know: how a worker computes, or what the rows mean.
+
+Words: a *tile* is up to `tile` consecutive query rows (tokens) of one segment; a *task* is a tile and one KV head;
+a *unit* is one block of keys of a task. All units lie in one line, tile by tile and head by head, and each worker
+takes a contiguous range. So a task is whole on one worker, or opens on one worker and goes on at the start of the
+next ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Int
+
+from jspark.pallas.ragged_attention.segments import Segments
+
+# How far a cut may move to the next border of a task, as a share of a worker's load; how many numbers of busy
+# workers are compared (down to 94% of them); the time of a merge, and of leaving a part, in blocks.
+SNAP = 0.04
+CANDIDATES = 16
+MERGE = 1.0
+LEAVE = 0.5
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cuts:
+    """What each worker of the kernel reads.
+
+    tiles: [tiles, 8] first packed row, rows, row of the page table, keys seen by the first row, keys seen by the
+    last row, first block, blocks, position of the first row and one.
+    work: [workers, 8] tile, head and block (from the tile's first) where the worker starts, units, tasks, merges
+    of the task that it does not finish, packed rows of all segments, parts of its last task from this worker on.
+    """
+
+    tiles: Int[Array, "tiles 8"]
+    work: Int[Array, "workers 8"]
+
+
+def _tiles(
+    segments: Segments, *, tokens: int, tile: int, block: int, causal: bool, window: int | None
+) -> Int[Array, "tiles 8"]:
+    """The tiles of all segments, in order; unused ones at the end have no rows and no blocks."""
+    start, row, length = (x.astype(jnp.int32) for x in (segments.start, segments.row, segments.length))
+    count = row.shape[0] * -(-segments.max_rows // tile)
+    count = min(count, row.shape[0] + tokens // tile)
+    rows = start[1:] - start[:-1]
+    per_segment = (rows + tile - 1) // tile
+    ends = jnp.cumsum(per_segment)
+    index = jnp.arange(count, dtype=jnp.int32)
+    segment = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
+    segment = jnp.minimum(segment, rows.shape[0] - 1)
+    offset = (index - (ends - per_segment)[segment]) * tile
+    used = index < ends[-1]
+    taken = jnp.where(used, jnp.minimum(rows[segment] - offset, tile), 0)
+    seen = length[segment]
+    own = seen - rows[segment] + offset + 1
+    first, last = (own, own + taken - 1) if causal else (seen, seen)
+    low = jnp.zeros_like(own) if window is None else jnp.maximum(own - window, 0) // block
+    blocks = jnp.where(used, jnp.maximum((last + block - 1) // block - low, 1), 0)
+    fields = (start[:-1][segment] + offset, taken, row[segment], first, last, low, blocks, own)
+    return jnp.stack(fields, axis=1)
+
+
+def _locate(position, starts, blocks, kv_heads: int):
+    """Tile, head and block of a unit of the line; `position` has any shape."""
+    tile = jnp.searchsorted(starts, position, side="right", method="compare_all").astype(jnp.int32) - 1
+    inside = position - starts[tile]
+    per_head = jnp.maximum(blocks[tile], 1)
+    return tile, inside // per_head, inside % per_head, per_head
+
+
+def cut(
+    segments: Segments,
+    *,
+    tokens: int,
+    kv_heads: int,
+    workers: int,
+    tile: int,
+    block: int,
+    least: int,
+    streaming: bool,
+    causal: bool,
+    window: int | None = None,
+) -> Cuts:
+    """Cut the step's work over at most `workers` workers.
+
+    tokens: packed rows of the step (static). tile: rows of a tile; block: keys of a block; least: blocks that a
+    worker has at least. streaming: memory is the limit, so that a few idle workers cost nothing as long as the
+    busy ones end together; else every worker counts.
+    """
+    tiles = _tiles(segments, tokens=tokens, tile=tile, block=block, causal=causal, window=window)
+    blocks = tiles[:, 6]
+    ends = jnp.cumsum(blocks * kv_heads)
+    starts, total = ends - blocks * kv_heads, ends[-1]
+    busy = jnp.clip(total // least, 1, workers)
+
+    candidate = busy - busy * jnp.arange(CANDIDATES, dtype=jnp.int32)[:, None] // 256
+    which = jnp.arange(workers + 1, dtype=jnp.int32)[None, :]
+    cuts = jnp.where(which < candidate, which * total // candidate, total)
+    _, _, inside, per_task = _locate(cuts, starts, blocks, kv_heads)
+    reach = (SNAP * total.astype(jnp.float32) / candidate.astype(jnp.float32)).astype(jnp.int32)
+    back, ahead = inside, per_task - inside
+    move = jnp.where(back <= ahead, -back, ahead)
+    split = (inside != 0) & (cuts < total) & (jnp.abs(move) > reach)
+    cuts = jnp.where(split | (cuts >= total), cuts, cuts + move)
+    load = (cuts[:, 1:] - cuts[:, :-1]).astype(jnp.float32)
+    load = load + jnp.where(split[:, :-1], LEAVE, 0.0) + jnp.where(split[:, 1:], MERGE, 0.0)
+    longest = jnp.max(load, axis=1)
+    if streaming:
+        longest = longest * candidate[:, 0].astype(jnp.float32)
+    cuts = cuts[jnp.argmin(longest)]
+
+    first, end = cuts[:-1], cuts[1:]
+    units = end - first
+    tile_at, head, offset, _ = _locate(first, starts, blocks, kv_heads)
+    final = jnp.maximum(end - 1, 0)
+    tile_end, head_end, offset_end, per_task = _locate(final, starts, blocks, kv_heads)
+    tasks = jnp.where(units > 0, (tile_end - tile_at) * kv_heads + head_end - head + 1, 0)
+    # The last task of a worker spreads over the workers `opener` to `closer`, which merge as a binary tree.
+    task_begin = final - offset_end
+    opener = jnp.searchsorted(cuts, task_begin, side="right", method="compare_all").astype(jnp.int32) - 1
+    closer = jnp.searchsorted(cuts, task_begin + per_task, side="left", method="compare_all").astype(jnp.int32) - 1
+    index = jnp.arange(workers, dtype=jnp.int32) - opener
+    step = 1 << jnp.arange(10, dtype=jnp.int32)[None, :]
+    merging = (index[:, None] % (2 * step) == 0) & (index[:, None] + step <= (closer - opener)[:, None])
+    merges = jnp.where(units > 0, jnp.sum(merging, axis=1, dtype=jnp.int32), 0)
+    used = jnp.broadcast_to(segments.start[-1].astype(jnp.int32), units.shape)
+    work = jnp.stack((tile_at, head, offset, units, tasks, merges, used, closer - opener - index + 1), axis=1)
+    return Cuts(tiles, work)
