@@ -5,7 +5,7 @@ Knows: `jax.nn.dot_product_attention` and its two implementations. Does not know
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 Implementation = Literal["xla", "cudnn"]
 
 
-def implementation(device: jax.Device, dtype) -> Implementation:
+def implementation(device: Any, dtype) -> Implementation:
     """cuDNN on GPUs in bfloat16, XLA elsewhere."""
     return "cudnn" if device.platform == "gpu" and jnp.dtype(dtype) == jnp.bfloat16 else "xla"
 

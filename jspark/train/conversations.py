@@ -118,9 +118,9 @@ def evaluation_tokens(target: Target, path: Path) -> Iterator[list[int]]:
         texts = value.get("turns", value.get("prompt", value.get("messages")))
         texts = texts if isinstance(texts, list) else [texts]
         texts = [t.get("content") if isinstance(t, dict) else t for t in texts]
-        if not all(isinstance(t, str) for t in texts):
-            raise UserError(f'{where} has no "turns" or "prompt"; write {{"turns": ["…"]}}')
         for text in texts:
+            if not isinstance(text, str):
+                raise UserError(f'{where} has no "turns" or "prompt"; write {{"turns": ["…"]}}')
             yield tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -107,10 +107,9 @@ def compiled_step(
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, dict[str, Any]]]:
     """The step as a program; its state is donated."""
     shape = (config.batch_size, config.sequence_length)
-    example = place_batch(
-        Batch(*(np.zeros(shape, dtype) for dtype in (np.int32, np.int32, np.int32, bool))),
-        mesh,  # type: ignore[arg-type]
-    )
+    dtypes: dict[str, Any] = {"tokens": np.int32, "positions": np.int32, "segments": np.int32, "mask": bool}
+    blank: dict[str, Any] = {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
+    example = place_batch(Batch(**blank), mesh)
     exact = config.dtype == "float32"
     gpu = mesh.devices.flat[0].platform != "cpu"
     with jax.default_matmul_precision("highest" if exact else None):
@@ -217,7 +216,7 @@ def _check_text(target: Target, text: Text) -> None:
             )
 
 
-def _memory(e: jax.errors.JaxRuntimeError) -> Exception:
+def _memory(e: Exception) -> Exception:
     if "RESOURCE_EXHAUSTED" not in str(e):
         return e
     return UserError(

@@ -175,7 +175,7 @@ def chunk_gradients(
     )
     # One product for U_k + B: the low-rank factor stands beside the output projection.
     matrix, inputs = _matrix(draft_head), hidden
-    if heads.markov is not None:
+    if heads.markov is not None and mixed is not None:
         matrix = jnp.concatenate([matrix, heads.markov.w2[...].T], axis=1)
         inputs = jnp.concatenate([hidden, mixed], axis=-1)
     logits = jnp.einsum("rgc,vc->rgv", inputs, matrix, preferred_element_type=jnp.float32)

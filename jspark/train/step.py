@@ -161,7 +161,7 @@ def make_step(
         with jax.numpy_dtype_promotion("standard"):
             norm = optax.global_norm(gradient)
             updates, optimizer = transform.update(gradient, state.optimizer, state.params)
-            params = optax.apply_updates(state.params, updates)
+            params: Any = optax.apply_updates(state.params, updates)
         out = objective.figures(sums, config.loss)
         out |= {"loss": sums["total"] / weight, "gradient_norm": norm, "blocks": sums["blocks"]}
         out["tokens"] = jnp.sum(batch.segments > 0).astype(jnp.float32)

@@ -135,7 +135,7 @@ def text_folder(path: Path, target: Target, source: Mapping[str, Any], part_size
     return TextFolder(path, describe(target, source), part_size)
 
 
-def as_table(report: Mapping[str, Any]) -> list[Sequence[str]]:
+def as_table(report: Mapping[str, Any]) -> Sequence[Sequence[str]]:
     """The report's figures for people."""
     refused = ", ".join(f"{v:,} {k.replace('_', ' ')}" for k, v in report["refused"].items() if v) or "none"
     length = report["answer_length"]

@@ -10,7 +10,7 @@ that loop does (arrivals, streams, prefix pages).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -163,7 +163,7 @@ class Writer:
         size = self._leaves[0].dtype.itemsize
         return 2 * c.num_layers * self._writing.rows * self._capacity * c.num_kv_heads * c.head_dim * size
 
-    def write(self, first: list[int], next_id: int, count: int) -> Iterator[list[Written]]:
+    def write(self, first: list[int], next_id: int, count: int) -> Generator[list[Written], None, None]:
         """Finished conversations, a device call at a time; ends when all `count` are written."""
         rows = self._writing.rows
         ids = np.full(rows, _UNFINISHED, np.int32)
@@ -341,7 +341,7 @@ class _Books:
             out.append(Written(int(self._ids[row]), tokens, int(start[step, row]), bool(stopped[step, row])))
             self._ids[row] = self._next if self._next < self._count else _UNFINISHED
             self._next += 1
-            self._pieces[row] = [self._opening(self._ids[row], self._start)]
+            self._pieces[row] = [self._opening(int(self._ids[row]), self._start)]
             begin[row] = step + 1
         for row in np.flatnonzero(self._ids >= 0):
             self._pieces[row].append(token[begin[row] :, row].copy())
