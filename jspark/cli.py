@@ -17,8 +17,10 @@ from tyro.conf import subcommand
 
 import jspark
 from jspark.cli_bench import Bench
+from jspark.cli_calibrate import Calibrate
 from jspark.cli_convert import Convert
 from jspark.cli_data import Data
+from jspark.cli_eval import Eval
 from jspark.cli_generate import Generate
 from jspark.cli_info import Info
 from jspark.cli_train import Train
@@ -31,6 +33,8 @@ Command = (
     | Annotated[Convert, subcommand("convert")]
     | Annotated[Data, subcommand("data")]
     | Annotated[Train, subcommand("train")]
+    | Annotated[Calibrate, subcommand("calibrate")]
+    | Annotated[Eval, subcommand("eval")]
     | Annotated[Demo, subcommand("demo")]
     | Annotated[Bench, subcommand("bench")]
 )

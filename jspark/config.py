@@ -166,8 +166,10 @@ class EngineConfig:
 
     max_running_requests: request slots (R at most). page_size: tokens a KV page. max_total_tokens: tokens the
     page pool holds. context_length: longest prompt + output. chunked_prefill_size: prompt tokens a step.
-    block_size: γ at run time (0: the checkpoint's). row_buckets, token_tiers: the ladders of R and T. overlap:
-    dispatch a step before the last one is collected (None: on GPUs).
+    block_size: γ at run time (0: the checkpoint's). row_buckets, token_tiers: the ladders of R and T.
+    single_shapes: one bucket each of rows, pages and prefill instead of ladders, so few programs to compile and
+    padding in every step: for runs of many prompts. overlap: dispatch a step before the last one is collected
+    (None: on GPUs).
     """
 
     max_running_requests: int = 0
@@ -180,6 +182,7 @@ class EngineConfig:
     dtype: DType = "float32"
     row_buckets: tuple[int, ...] = ()
     token_tiers: tuple[int, ...] = ()
+    single_shapes: bool = False
     overlap: bool | None = None
 
     def __post_init__(self) -> None:

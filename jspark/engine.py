@@ -7,7 +7,6 @@ Does not know: text, HTTP, model internals; the arithmetic of a step is in step.
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections import deque
@@ -22,11 +21,13 @@ from jax.sharding import Mesh
 
 from jspark import axes, kv
 from jspark.budget import BatchState, CostTable, Full, Plan, Policy
+from jspark.calibration import Temperatures
 from jspark.config import DecoderConfig, DrafterConfig, EngineConfig
 from jspark.errors import UserError
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
 from jspark.programs import Programs, ProposeShape, VerifyShape, at_least, ladder
+from jspark.record import Observer, StepRecord
 from jspark.request import FinishReason, Request, Update
 from jspark.scheduler import Running, Scheduler, Work
 from jspark.sizing import run_time_block_size, sized
@@ -44,6 +45,8 @@ class Flight:
     """A dispatched step whose results are still on their way."""
 
     number: int
+    shape: VerifyShape
+    dispatched: float
     packet: Packet
     rows: list[Running]
     generations: np.ndarray
@@ -51,6 +54,8 @@ class Flight:
 
 class Engine:
     """Continuous batching of lossless speculative decoding over fixed slots.
+
+    observer: called with a `StepRecord` of every collected step, before its results are handed out.
 
     Raises:
         UserError: a drafter that does not fit the target, or sizes that contradict each other.
@@ -65,7 +70,8 @@ class Engine:
         policy: Policy | None = None,
         cost: CostTable | None = None,
         mesh: Mesh | None = None,
-        sts: Sequence[float] | None = None,
+        sts: Temperatures | Sequence[float] | None = None,
+        observer: Observer | None = None,
     ):
         self.mesh = mesh or axes.single_device_mesh()
         model, target_config = target
@@ -78,17 +84,11 @@ class Engine:
             page_size=config.page_size,
         )
         self.config = config = sized(config, spec, self.mesh)
-        if sts is not None and not all(0 < t < math.inf for t in sts):
-            raise UserError("the calibration's temperatures must be positive numbers; calibrate again")
-        if sts is not None and len(sts) != self.block_size:
-            raise UserError(
-                f"the calibration has {len(sts)} temperatures and the block has {self.block_size} tokens; "
-                "calibrate again at this block size"
-            )
+        self._sts = None if sts is None else Temperatures.of(sts).table(self.block_size)
         self.policy = policy or Full()
         self.cost = cost
-        temperatures = None if sts is None else jnp.asarray(sts, jnp.float32)
-        self.programs = Programs(spec, model, drafter[0] if drafter else None, self.mesh, temperatures)
+        self._observer = observer
+        self.programs = Programs(spec, model, drafter[0] if drafter else None, self.mesh, self._sts)
         pages = -(-config.max_total_tokens // config.page_size) + 1
         dtype = jnp.dtype(config.dtype)
         size = config.page_size
@@ -109,9 +109,10 @@ class Engine:
             overhang=self.block_size,
         )
         self._vocab_size = target_config.vocab_size
-        self._page_steps = ladder(max(1, 256 // size), self.scheduler.table.shape[1])
-        self._tile = min(TILE, config.chunked_prefill_size)
-        self._chunk_steps = ladder(self._tile, config.chunked_prefill_size)
+        most_pages, chunk = self.scheduler.table.shape[1], config.chunked_prefill_size
+        self._tile = min(TILE, chunk)
+        self._page_steps = ladder(most_pages if config.single_shapes else max(1, 256 // size), most_pages)
+        self._chunk_steps = ladder(chunk if config.single_shapes else self._tile, chunk)
         self._overlap = (
             config.overlap if config.overlap is not None else self.mesh.devices.flat[0].platform != "cpu"
         )
@@ -120,7 +121,6 @@ class Engine:
         # Confidence by slot as of two steps ago, NaN where there is none; results younger than that wait here.
         self._confidence = np.full((slots + 1, self.block_size), np.nan, np.float32)
         self._younger: deque[tuple[int, list[Running], np.ndarray, np.ndarray]] = deque()
-        self._sts = None if sts is None else np.asarray(sts, np.float32)
         if self.block_size:
             # A policy that cannot plan says so here, not in the middle of a batch.
             unknown = np.full((1, self.block_size), np.nan)
@@ -215,6 +215,7 @@ class Engine:
         self._slots = self.programs.admit(self._slots, index, values)
 
     def _dispatch(self) -> Flight | None:
+        now = time.perf_counter()
         work = self.scheduler.plan(self._tile, self._tiles(self._chunk_steps[-1]))
         rows = work.rows
         if not rows:
@@ -235,7 +236,8 @@ class Engine:
         for running in work.decode:
             running.in_flight += 1
         self._step += 1
-        return Flight(self._step, packet, work.decode, self.scheduler.generation[[r.slot for r in work.decode]])
+        generations = self.scheduler.generation[[r.slot for r in work.decode]]
+        return Flight(self._step, shape, now, packet, work.decode, generations)
 
     def _plan(self, work: Work, count: int) -> tuple[Plan, int]:
         """The plan with its tier filled, and the packed verify rows: from confidence two steps old.
@@ -250,8 +252,10 @@ class Engine:
         decode, width = len(work.decode), self.block_size + 1
         tiers = (*(t for t in self.config.token_tiers if count <= t < count * width), count * width)
         logits = self._confidence[[r.slot for r in work.decode]]
+        if self._sts is not None:
+            logits = logits / self._sts[[int(r.request.params.temperature > 0) for r in work.decode]]
         with np.errstate(over="ignore"):
-            conditional = 1.0 / (1.0 + np.exp(-(logits if self._sts is None else logits / self._sts)))
+            conditional = 1.0 / (1.0 + np.exp(-logits))
         plan = self.policy.plan(
             BatchState(
                 rows=decode,
@@ -347,10 +351,12 @@ class Engine:
 
     def _collect(self, flight: Flight) -> list[Update]:
         """Results of a step: tokens out, figures, finished requests' slots and pages back."""
-        packet = jax.tree.map(np.asarray, flight.packet)
+        packet: Any = jax.tree.map(np.asarray, flight.packet)
         now = time.perf_counter()
         if packet.confidence.shape[1]:
             self._younger.append((flight.number, flight.rows, flight.generations, packet.confidence))
+        if self._observer is not None:
+            self._observer(self._record(flight, packet, now))
         updates = []
         for i, running in enumerate(flight.rows):
             running.in_flight -= 1
@@ -375,6 +381,32 @@ class Engine:
                 self.scheduler.release(running)
             updates.append(Update(running.request.id, tokens, reason, stats))
         return updates
+
+    def _record(self, flight: Flight, packet: Any, now: float) -> StepRecord:
+        """What an observer sees of a step, from its packet on the host and the rows as they were before it."""
+        kept = [i for i, r in enumerate(flight.rows) if not r.finished and packet.count[i] > 0]
+        rows = [flight.rows[i] for i in kept]
+        confidence = np.full((len(kept), self.block_size), np.nan, np.float32)
+        drafted = np.where([r.tokens > 0 for r in rows], self.block_size, 0)
+        if packet.confidence.shape[1]:
+            confidence[drafted > 0] = packet.confidence[kept][drafted > 0]
+        return StepRecord(
+            number=flight.number,
+            rows=flight.shape.rows,
+            verify_tokens=flight.shape.verify_tokens,
+            prefill_tokens=flight.shape.prefill[0] if flight.shape.prefill else 0,
+            dispatched=flight.dispatched,
+            collected=now,
+            request=np.array([r.request.id for r in rows], np.int64),
+            position=np.array([r.position for r in rows], np.int64),
+            sampled=np.array([r.request.params.temperature > 0 for r in rows], bool),
+            drafted=drafted.astype(np.int32),
+            window=packet.window[kept],
+            accepted=packet.accepted[kept],
+            block_accepted=packet.block_accepted[kept],
+            count=packet.count[kept],
+            confidence=confidence,
+        )
 
 
 def _sampling(rows: list[Running]) -> Sampling:

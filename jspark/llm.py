@@ -23,10 +23,13 @@ from jax.sharding import Mesh
 
 from jspark import programs
 from jspark.budget import Full, Policy, Threshold, parse_policy
+from jspark.calibration import Temperatures
+from jspark.chat_template import read_template
 from jspark.config import Algorithm, DType, EngineConfig, VerifyMode
 from jspark.engine import Engine
 from jspark.errors import UserError
 from jspark.loading import Draft, Target, find_drafter, load_drafter, load_target
+from jspark.record import Observer
 from jspark.request import FinishReason, Request, SamplingParams, Stats, Update
 from jspark.text import TextStream
 
@@ -86,8 +89,9 @@ class LLM:
     policy: how much of each block is verified,
     as an object or in the command line's words. sts: temperatures of the drafter's confidence, one a drafted
     token (`calibration.read_temperatures`). seed: of the untrained drafter, and of the requests that bring
-    none. engine: fields of `EngineConfig`, such as verify_mode, block_size, max_running_requests, page_size,
-    max_total_tokens, context_length, chunked_prefill_size.
+    none. observer: sees a `StepRecord` of every step; request ids rise in the order of prompts. engine: fields
+    of `EngineConfig`, such as verify_mode, block_size, max_running_requests, page_size, max_total_tokens,
+    context_length, chunked_prefill_size.
 
     Raises:
         UserError: something cannot be loaded, or the arguments contradict each other.
@@ -107,9 +111,10 @@ class LLM:
         draft_anchor_predicts: bool | None = None,
         dtype: DType | None = None,
         policy: str | Policy = "full",
-        sts: Sequence[float] | None = None,
+        sts: Temperatures | Sequence[float] | None = None,
         seed: int | None = None,
         mesh: Mesh | None = None,
+        observer: Observer | None = None,
         **engine: Any,
     ):
         unknown = sorted(engine.keys() - _ENGINE_FIELDS)
@@ -130,7 +135,8 @@ class LLM:
         spec = None if draft is None else fspath(draft)
         found = find_drafter(spec, speculative_algorithm, draft_anchor_predicts, draft_revision, offline)
         self._refuse_unused(found, engine.get("block_size"), sts)
-        self._sts = sts
+        self._sts, self._observer = sts, observer
+        template = None if chat_template is None else read_template(chat_template)
         programs.use_compilation_cache()
         if not isinstance(model, Target):
             model = load_target(fspath(model), dtype, mesh, draft=found, revision=revision, offline=offline)
@@ -140,7 +146,7 @@ class LLM:
             )
         elif dtype not in (None, model.dtype) or mesh not in (None, model.mesh):
             raise UserError("the target is loaded already; its dtype and mesh cannot be changed, load it again")
-        self.target = model if chat_template is None else model.with_chat_template(chat_template)
+        self.target = model if template is None else model.with_chat_template(template, str(chat_template))
         self.served_model_name = served_model_name or model.name
         self.algorithm: Algorithm = found.algorithm if found else "NONE"
         self._drafter = load_drafter(found, model, seed or 0) if found else None
@@ -153,7 +159,7 @@ class LLM:
         self._lock = threading.RLock()
         self._config = self.engine.config
 
-    def _refuse_unused(self, draft: Draft | None, block_size: int | None, sts: Sequence[float] | None) -> None:
+    def _refuse_unused(self, draft: Draft | None, block_size: int | None, sts: object) -> None:
         """UserError for settings of a drafter that is not there, or of a head that it does not have."""
         if draft is None:
             for what, given in (
@@ -178,7 +184,13 @@ class LLM:
             target = (self.target.model, self.target.config)
             try:
                 self._engine = Engine(
-                    self._config, target, self._drafter, policy=self._policy, mesh=self.target.mesh, sts=self._sts
+                    self._config,
+                    target,
+                    self._drafter,
+                    policy=self._policy,
+                    mesh=self.target.mesh,
+                    sts=self._sts,
+                    observer=self._observer,
                 )
             except (MemoryError, jax.errors.JaxRuntimeError) as e:
                 if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(e):

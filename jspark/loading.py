@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from os import PathLike
 from typing import Any, get_args
 
 import jax
@@ -16,7 +15,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jspark import axes, weights
-from jspark.chat_template import read_template
 from jspark.checkpoint import DrafterCheckpoint, open_drafter, open_target
 from jspark.config import Algorithm, DecoderConfig, DrafterConfig, DType, check_drafter_fits, with_layer_ids
 from jspark.errors import UserError
@@ -60,10 +58,10 @@ class Target:
         tokenizer = self.need_tokenizer("a text prompt")
         return tokenizer.encode(_unicode(text)) if text else []
 
-    def with_chat_template(self, path: str | PathLike[str]) -> Target:
-        """The same target with the chat template in a file; UserError where it cannot be read."""
+    def with_chat_template(self, source: str, origin: str) -> Target:
+        """The same target with the template `source`, which `origin` names in messages."""
         tokenizer = self.need_tokenizer("a chat template")
-        return replace(self, tokenizer=tokenizer.with_chat_template(read_template(path), str(path)))
+        return replace(self, tokenizer=tokenizer.with_chat_template(source, origin))
 
     def chat_ids(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None

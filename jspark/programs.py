@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -84,7 +85,7 @@ class Programs:
     """Compiles on first use and calls. Pools and slots are donated: the caller must use what comes back."""
 
     def __init__(
-        self, spec: Spec, target: Decoder, drafter: AnyDrafter | None, mesh: Mesh, sts: Array | None = None
+        self, spec: Spec, target: Decoder, drafter: AnyDrafter | None, mesh: Mesh, sts: np.ndarray | None = None
     ):
         self.spec = spec
         self.report = CompileReport()

@@ -64,7 +64,7 @@ def sized(config: EngineConfig, spec: Spec, mesh: Mesh) -> EngineConfig:
         room = (memory["bytes_limit"] - memory["bytes_in_use"]) // 2
     tokens = config.max_total_tokens or min(slots * (context + spec.block_size), room // per_token)
     width = spec.block_size + 1
-    rows = config.row_buckets or ladder(1, slots)
+    rows = config.row_buckets or ladder(slots if config.single_shapes else 1, slots)
     if rows[-1] < slots:
         raise UserError(f"the largest row bucket {rows[-1]} is below max_running_requests {slots}; raise it")
     tiers = config.token_tiers or tuple(sorted({r * m for r in rows for m in (1, 2, 4, width)}))

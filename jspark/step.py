@@ -107,7 +107,7 @@ def verify_step(
     slots: Slots,
     args: StepArgs,
     proposal: Proposal | None,
-    temperatures: Float[Array, " g"] | None,
+    temperatures: Float[Array, "2 g"] | None,
     *,
     sampling: Sampling,
     verify_tokens: int,
@@ -115,7 +115,7 @@ def verify_step(
     """Verifies the windows of all rows and runs the prefill rows, in one forward; commits what was accepted.
 
     `proposal` is None in a step that drafts nothing: every row then verifies its anchor alone.
-    `temperatures`: sequential temperature scaling (STS), one a position, or None.
+    `temperatures`: sequential temperature scaling (STS), one a position, of greedy and of sampled rows; or None.
     """
     rows = slots.take(args.slot)
     active = rows.live & args.decode
@@ -126,6 +126,8 @@ def verify_step(
     drafted = jnp.where(active & ~rows.fresh, block_size, 0)
 
     if block_size:
+        if temperatures is not None:
+            temperatures = temperatures[jnp.where(rows.sampling.greedy, 0, 1)]
         conditional, survive = survival(proposal.confidence, temperatures)
         window = allocate(
             survive,

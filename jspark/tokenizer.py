@@ -7,7 +7,10 @@ Does not know: GGUF (checkpoint/gguf_vocabulary.py builds a Tokenizer from one),
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from jspark.files import read_file, read_json
 #: Bytes; several times the largest known.
 _MAX_TOKENIZER = 128 << 20
 _MAX_SETTINGS = 8 << 20
+_MAX_GROWTH = 16
 
 
 class Tokenizer:
@@ -73,15 +77,17 @@ class Tokenizer:
         `add_special_tokens` adds what the tokenizer's own settings ask for, such as a BOS token. Pass False
         for the result of `apply_chat_template`, which writes its own.
         """
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with _panics_told(self.origin):
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary are left out."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with _panics_told(self.origin):
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def stream(self, skip_special_tokens: bool = True) -> StreamDecoder:
         """A decoder for one growing sequence."""
-        return StreamDecoder(self.backend, skip_special_tokens)
+        return StreamDecoder(self.backend, skip_special_tokens, self.origin)
 
     def apply_chat_template(
         self,
@@ -104,8 +110,9 @@ class Tokenizer:
 class StreamDecoder:
     """Text of one sequence as its tokens arrive; no character is handed out before its last byte."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool = True):
+    def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool, origin: str):
         self._backend = backend
+        self._origin = origin
         self._skip = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._pending: list[int] = []
@@ -113,7 +120,8 @@ class StreamDecoder:
     def push(self, token: int) -> str:
         """The text that `token` completes; "" while a character is unfinished."""
         self._pending.append(token)
-        text = self._stream.step(self._backend, token)
+        with _panics_told(self._origin):
+            text = self._stream.step(self._backend, token)
         if text is None:
             return ""
         self._pending.clear()
@@ -121,7 +129,8 @@ class StreamDecoder:
 
     def flush(self) -> str:
         """What is left at the end: unfinished bytes as U+FFFD."""
-        text = self._backend.decode(self._pending, skip_special_tokens=self._skip)
+        with _panics_told(self._origin):
+            text = self._backend.decode(self._pending, skip_special_tokens=self._skip)
         self._pending.clear()
         self._stream = DecodeStream(skip_special_tokens=self._skip)
         return text
@@ -137,9 +146,10 @@ def from_folder(folder: Path) -> Tokenizer | str:
         backend.no_truncation()
         backend.no_padding()
     except BaseException as e:  # the package raises bare Exception, and a panic is not even that
-        if isinstance(e, KeyboardInterrupt | SystemExit):
+        if not (isinstance(e, Exception) or _is_panic(e)):
             raise
         raise UserError(f"{path} cannot be read as a tokenizer ({e}); fetch it again") from None
+    _check_growth(backend, str(path))
     settings_path = folder / "tokenizer_config.json"
     settings = read_json(settings_path, _MAX_SETTINGS) if settings_path.exists() else {}
     special = {}
@@ -153,6 +163,53 @@ def from_folder(folder: Path) -> Tokenizer | str:
         chat_template=_folder_templates(folder, settings),
         special_tokens=special,
     )
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether it is a fault inside the package, which is written in Rust; such an error is no Exception."""
+    return type(error).__name__ == "PanicException"
+
+
+@contextlib.contextmanager
+def _panics_told(origin: str) -> Iterator[None]:
+    """A panic as an error of the tokenizer: regular expressions of a file can exceed the package's bounds."""
+    try:
+        yield
+    except BaseException as e:
+        if not _is_panic(e):
+            raise
+        raise UserError(
+            f"the tokenizer of {origin} fails on this text ({e}); use another tokenizer.json"
+        ) from None
+
+
+def _check_growth(backend: tokenizers.Tokenizer, path: str) -> None:
+    """UserError for a tokenizer that makes texts many times longer: replacements in a row multiply."""
+    for part in (backend.normalizer, backend.decoder, backend.post_processor):
+        try:
+            state = json.loads(part.__getstate__()) if part is not None else None
+        except (TypeError, ValueError, RecursionError, AttributeError):
+            state = None  # a part of Python's own making, which no file holds
+        if _growth(state) > _MAX_GROWTH:
+            raise UserError(
+                f"{path} makes texts more than {_MAX_GROWTH} times longer than they are, which no real tokenizer "
+                "does; fetch it again"
+            )
+
+
+def _growth(part: Any) -> float:
+    """How many times longer a text can get in a normalizer, decoder or post-processor, and all within it."""
+    if isinstance(part, list):
+        return math.prod(map(_growth, part))
+    if not isinstance(part, dict):
+        return 1.0
+    match part.get("type"):
+        case "Replace":
+            pattern = part["pattern"].get("String") or "x"  # an expression can match one character, or none
+            return max(1.0, len(part["content"].encode()) / len(pattern.encode()))
+        case "TemplateProcessing":
+            return max(1.0, sum("Sequence" in piece for piece in part["single"]))
+    return math.prod(_growth(value) for value in part.values() if isinstance(value, list))
 
 
 def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:

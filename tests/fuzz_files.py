@@ -155,6 +155,9 @@ def _arrays(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
 
 @cache
 def drafter_files(dialect: str) -> tuple[dict, bytes]:
+    if dialect == "eagle3":
+        folder = Path(__file__).parent / "goldens" / "eagle3_qwen3_tiny_trained"
+        return json.loads((folder / "config.json").read_text()), (folder / "model.safetensors").read_bytes()
     made, shapes = drafter(dialect)
     return made, save(_arrays(shapes))
 
@@ -405,7 +408,7 @@ def build(seed: int, folder: Path) -> Callable[[], object]:
         (folder / "cost.json").write_bytes(as_text(draw, spoil_json(draw, table, draw.choice([1, 2]))))
         return lambda: parse_policy(f"argmax:{folder / 'cost.json'}")
     if kind == "drafter":
-        dialect = draw.choice(["deepspec", "specforge", "speculators", "dflash"])
+        dialect = draw.choice(["deepspec", "specforge", "speculators", "dflash", "eagle3"])
         made, tensors = drafter_files(dialect)
         if draw.random() < 0.7:
             made = spoil_json(draw, made, draw.choice([1, 1, 2, 4]))

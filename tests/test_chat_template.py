@@ -144,7 +144,7 @@ def test_a_template_of_ones_own(goldens, tmp_path, capsys):
     with pytest.raises(UserError, match="no place for them"):
         target.chat_ids(CHAT, TOOLS)
     with pytest.raises(UserError, match=r"gone\.jinja cannot be read"):
-        target.with_chat_template(tmp_path / "gone.jinja")
+        LLM(str(tmp_path / "never looked for"), chat_template=tmp_path / "gone.jinja")
     generate = ["generate", "--model-path", str(folder), "--prompt", "a", "--chat-template", str(file)]
     assert main(generate) == 2
     assert "does nothing without --chat" in capsys.readouterr().err

@@ -237,8 +237,8 @@ def test_bad_flags_are_one_sentence(target, flags, message, capsys):
         ('{"temperatures": []}', "is no calibration"),
         ("[1]", "is no calibration"),
         ("[" * 100_000, "is no calibration"),
-        ("\xff", "is no calibration"),
-        (None, "cannot be read (No such file or directory)"),
+        ("\xff", "cannot be read (it is no text in UTF-8)"),
+        (None, "cannot be read (it does not exist)"),
     ],
 )
 def test_bad_calibrations_are_one_sentence(target, draft, tmp_path, content, message, capsys):

@@ -139,7 +139,7 @@ def test_the_files_that_are_spoiled_are_good_ones(model, tmp_path):
     fuzz_files.use_target(model)
     (tmp_path / "m.gguf").write_bytes(b"".join(map(fuzz_files._packed, fuzz_files.gguf_atoms())))
     fuzz_files.use_target(tmp_path / "m.gguf")
-    for dialect in ("deepspec", "specforge", "speculators", "dflash"):
+    for dialect in ("deepspec", "specforge", "speculators", "dflash", "eagle3"):
         config, tensors = fuzz_files.drafter_files(dialect)
         folder = tmp_path / dialect
         folder.mkdir()
@@ -222,6 +222,43 @@ def test_pipes_devices_and_folders_are_no_files(model, name):
     (model / name).unlink()
     (model / name).mkdir()
     refused(model, name)
+
+
+SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+EMPTY = {"type": "Replace", "pattern": {"Regex": ""}, "content": "x" * 99}
+TWICE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+TWICE |= {"single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 60}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [EMPTY]}]}},
+        {"decoder": {"type": "Sequence", "decoders": [DOUBLE] * 60}},
+        {"post_processor": {"type": "Sequence", "processors": [TWICE] * 60}},
+    ],
+)
+def test_tokenizers_that_blow_texts_up(model, change):
+    """Found: replacements that double a text, sixty in a row, would end the process for want of memory."""
+    document = json.loads(fuzz_files.tokenizer_json()) | change
+    (model / "tokenizer.json").write_text(json.dumps(document))
+    refused(model, "times longer")
+
+
+def test_tokenizers_that_fail_on_a_text(model):
+    """Found: faults inside the package of tokenizers are no Exception and went through everything."""
+    document = json.loads(fuzz_files.tokenizer_json())
+    (model / "tokenizer.json").write_text(json.dumps(document | {"pre_tokenizer": SPLIT}))
+    tokenizer = open_target(str(model)).tokenizer()
+    assert tokenizer is not None
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+    with pytest.raises(UserError, match="fails on this text"):
+        tokenizer.encode("a" * 5000 + "!")
+    document["model"]["continuing_subword_prefix"] = "x" * 99
+    (model / "tokenizer.json").write_text(json.dumps(document))
+    refused(model, "cannot be read as a tokenizer")
 
 
 def test_names_in_messages_are_harmless(model):

@@ -59,12 +59,13 @@ class Dialect:
 
 def _read_deepspec(config: Settings, asked: bool | None) -> DrafterConfig:
     """Flat keys; γ = block_size, row 0 (the anchor) already predicts."""
-    return _drafter(config, config, "deepspec", _anchor(config, asked, True), _heads(config))
+    inner = _flat(config)
+    return _drafter(config, inner, "deepspec", _anchor(inner, asked, True), _heads(inner))
 
 
 def _read_specforge(config: Settings, asked: bool | None) -> DrafterConfig:
     """`dflash_config` or the same keys on the top level; otherwise as DeepSpec."""
-    inner = _with_section(config, "dflash_config")
+    inner = _flat(config)
     _refuse_variants(inner)
     if inner.flag("use_swa", False):
         if not config.get("layer_types"):
@@ -80,7 +81,7 @@ def _read_specforge(config: Settings, asked: bool | None) -> DrafterConfig:
 
 def _read_dflash(config: Settings, asked: bool | None) -> DrafterConfig:
     """`dflash_config` or the same keys on the top level; block_size counts the anchor."""
-    inner = _with_section(config, "dflash_config")
+    inner = _flat(config)
     _refuse_variants(inner)
     if inner.flag("shift_label", False):
         raise inner.bad("shift_label", "false in a drafter without a head")
@@ -209,11 +210,19 @@ def _causal_key(config: Settings) -> str:
     return "is_causal" if config.get("is_causal") is not None else "causal"
 
 
-def _with_section(config: Settings, key: str) -> Settings:
-    """`config` with the keys of one of its objects on the top level, where they win."""
-    section = config.section(key)
-    own = {k: v for k, v in section.values.items() if v is not None} if section else {}
-    return Settings({**config.values, **own}, config.origin)
+def _flat(config: Settings) -> Settings:
+    """`config` with the drafter's keys on the top level, wherever they are written.
+
+    As SGLang ranks them: `dspark_` before a key, then dspark_config, dflash_config, and the top level.
+    """
+    values = dict(config.values)
+    for key in ("dflash_config", "dspark_config"):
+        if section := config.section(key):
+            values |= {k: v for k, v in section.values.items() if v is not None}
+    prefix = "dspark_"
+    own = {k.removeprefix(prefix): v for k, v in config.values.items() if k.startswith(prefix)}
+    own.pop("config", None)
+    return Settings(values | {k: v for k, v in own.items() if v is not None}, config.origin)
 
 
 def default_layer_ids(target_layers: int, draft_layers: int) -> tuple[int, ...]:
@@ -232,8 +241,12 @@ def _layer_ids(config: Settings, key: str = "target_layer_ids", low: int = -1) -
 
 
 def _projector(config: Settings) -> object:
-    nested = config.get("dflash_config")
-    return nested.get("projector_type") if isinstance(nested, dict) else None
+    """The projector_type, before it is known whether anything else in `config` is right."""
+    for key in ("dspark_config", "dflash_config"):
+        nested = config.get(key)
+        if isinstance(nested, dict) and nested.get("projector_type") is not None:
+            return nested["projector_type"]
+    return config.get("projector_type")
 
 
 def _is_speculators(config: Settings) -> bool:
