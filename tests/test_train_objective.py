@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -133,7 +134,7 @@ def test_a_block_sees_its_conversation_before_its_anchor_and_nothing_else(name):
     model, config = drafter(name)
     ends = model.vocabulary(decoder.vocabulary)
     anchors = jnp.array([[6, 16]])
-    forward = chain_hidden if config.eagle3 else block_hidden
+    forward: Any = chain_hidden if config.eagle3 else block_hidden
 
     @jax.jit
     @exact

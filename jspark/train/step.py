@@ -159,7 +159,7 @@ def make_step(
         weight = jnp.maximum(sums["weight"], 1e-6)
         gradient = jax.tree.map(lambda g: g / weight, gradient)
         with jax.numpy_dtype_promotion("standard"):
-            norm = optax.global_norm(gradient)
+            norm = optax.tree.norm(gradient)
             updates, optimizer = transform.update(gradient, state.optimizer, state.params)
             params: Any = optax.apply_updates(state.params, updates)
         out = objective.figures(sums, config.loss)
