@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from tyro.conf import subcommand
@@ -25,7 +26,8 @@ from jspark.cli_generate import Generate
 from jspark.cli_info import Info
 from jspark.cli_train import Train
 from jspark.demo import Demo
-from jspark.errors import UserError
+from jspark.errors import JsparkWarning, UserError
+from jspark.flags import in_flags
 
 Command = (
     Annotated[Generate, subcommand("generate")]
@@ -42,6 +44,9 @@ Command = (
 _STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.UseAppendAction, tyro.conf.FlagCreatePairsOff)
 
 
+_SHOW_WARNING = warnings.showwarning
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 2 for bad input, 130 after Ctrl-C, 141 when nobody reads."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -51,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character that the terminal's encoding lacks must not end an answer.
         sys.stdout.reconfigure(errors="backslashreplace")
+    warnings.showwarning = _show_warning
     if args == ["--version"]:
         print(f"jspark {jspark.__version__}")
         return 0
@@ -59,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = command.run()
         sys.stdout.flush()
     except UserError as e:
-        print("jspark: error:", " ".join(str(e).split()), file=sys.stderr)
+        print("jspark: error:", in_flags(" ".join(str(e).split())), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -73,6 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return 2
     return code
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **rest: Any) -> None:
+    """Ours as a line that users can read, without the place in the code."""
+    if issubclass(category, JsparkWarning):
+        print("jspark: warning:", message, file=sys.stderr)
+    else:
+        _SHOW_WARNING(message, category, *place, **rest)
 
 
 def _drop_output() -> None:

@@ -64,6 +64,14 @@ class DecoderConfig:
     model_type: str = "llama"
     windows: tuple[int, ...] = ()
 
+    @property
+    def reach(self) -> int:
+        """Positions that its rotary embedding was made for; no limit where every layer has a sliding window."""
+        if self.windows and all(self.windows):
+            return 1 << 31
+        stretched = self.rope.original_max_position * self.rope.factor if self.rope.kind == "yarn" else 0
+        return max(self.max_position, int(stretched))
+
     def window(self, layer: int) -> int | None:
         """Tokens that a layer's queries see, their own included; None for all of them."""
         return (self.windows[layer] or None) if self.windows else None

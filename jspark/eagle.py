@@ -20,7 +20,7 @@ from jspark.config import DrafterConfig
 from jspark.models.eagle3 import Eagle3
 from jspark.models.layers import Rotary, Vocabulary
 from jspark.pallas.ragged_attention import Tiles, block_attention, ragged_attention
-from jspark.propose import Proposal
+from jspark.propose import Adjust, Proposal
 from jspark.sampling import RowSampling, draft_token, log_probs
 from jspark.state import Prefill
 
@@ -39,6 +39,7 @@ def propose(
     sampled: bool,
     filtered: bool,
     keep_q: bool,
+    adjust: Adjust | None = None,
 ) -> Proposal:
     """Drafts `block_size` tokens a row, one after the other (EAGLE-3, section 3.1); see propose.propose.
 
@@ -50,6 +51,8 @@ def propose(
         if k:
             output = chain_step(drafter, vocabulary, config, pool, output, tokens[-1], position, table, chain)
         logits = drafter.logits(vocabulary, output)
+        if adjust is not None:
+            logits = adjust(logits, tokens)
         q = log_probs(logits, sampling, filtered=filtered) if sampled else logits
         tokens.append(draft_token(q, sampling, position, k, sampled=sampled))
         log_q.append(q)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,21 +23,20 @@ from jspark import axes, kv
 from jspark.budget import BatchState, CostTable, Full, Plan, Policy
 from jspark.calibration import Temperatures
 from jspark.config import DecoderConfig, DrafterConfig, EngineConfig
-from jspark.errors import UserError
+from jspark.intake import MAX_STOP_IDS, SlotTables, check_ids
+from jspark.logprobs import Logprobs, told
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
 from jspark.programs import Programs, ProposeShape, VerifyShape, at_least, ladder
 from jspark.record import Observer, StepRecord
-from jspark.request import FinishReason, Request, Update
-from jspark.scheduler import Running, Scheduler, Work
+from jspark.request import LOGPROB_STEPS, FinishReason, Request, Update
+from jspark.scheduler import Chunk, Running, Scheduler, Waiting, Work
 from jspark.sizing import run_time_block_size, sized
 from jspark.state import Packet, Prefill, StepArgs, Tiles, empty_slots
 from jspark.step import Pools, Sampling, Spec
 
 #: Rows of a prefill tile in the attention fallback, when several prompts share a chunk.
 TILE = 32
-#: Stop token ids a request can have.
-MAX_STOP_IDS = 16
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ class Flight:
     packet: Packet
     rows: list[Running]
     generations: np.ndarray
+    chunks: list[Chunk]
 
 
 class Engine:
@@ -101,6 +101,7 @@ class Engine:
         carried = (target_config.hidden_size, dtype) if self._chain else None
         self._slots = self.programs.place(empty_slots(slots, MAX_STOP_IDS, carried))
         self._dummy = slots
+        self._tables = SlotTables(self.programs, slots, target_config.vocab_size)
         self.scheduler = Scheduler(
             slots,
             kv.PageAllocator(pages, size),
@@ -128,28 +129,19 @@ class Engine:
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def check(self, request: Request) -> None:
-        """Whether `request` could be queued.
+    def check(self, request: Request) -> int:
+        """How many tokens `request` may commit.
 
         Raises:
-            UserError: it can never run: prompt empty or too long, ids out of range, too many stop ids.
+            UserError: it can never run: prompt empty or too long, ids out of range, too many of something.
         """
-        self.scheduler.check(request)
-        bad = [t for t in request.prompt if not 0 <= t < self._vocab_size]
-        if bad:
-            raise UserError(
-                f"token id {bad[0]} is outside the vocabulary of {self._vocab_size}; "
-                "pass ids of this model's tokenizer"
-            )
-        if len(request.stop_ids) > MAX_STOP_IDS:
-            raise UserError(
-                f"{len(request.stop_ids)} stop token ids were given; at most {MAX_STOP_IDS} are supported"
-            )
+        limit = self.scheduler.check(request)
+        check_ids(request, self._vocab_size)
+        return limit
 
-    def add(self, request: Request) -> None:
-        """Queues a request; raises UserError as `check` does."""
-        self.check(request)
-        self.scheduler.waiting.append(request)
+    def add(self, request: Request, limit: int | None = None) -> None:
+        """Queues a request. limit: what `check` said of it; None asks `check`, whose UserError passes on."""
+        self.scheduler.waiting.append(Waiting(request, self.check(request) if limit is None else limit))
 
     def abort(self, request_id: int) -> None:
         """Ends a request now, wherever it is; its pages are free at once. Unknown ids are ignored."""
@@ -158,8 +150,8 @@ class Engine:
             self.scheduler.release(running)
         else:
             waiting = self.scheduler.waiting
-            for request in [r for r in waiting if r.id == request_id]:
-                waiting.remove(request)
+            for entry in [w for w in waiting if w.request.id == request_id]:
+                waiting.remove(entry)
 
     @property
     def idle(self) -> bool:
@@ -198,6 +190,7 @@ class Engine:
         index = np.full(count, self._dummy, np.int32)
         values = jax.tree.map(lambda x: np.zeros((count, *x.shape[1:]), x.dtype), self._slots)
         values.stop_ids[:] = -1
+        values.adjust.repetition[:] = 1
         for i, running in enumerate(admitted):
             request, params = running.request, running.request.params
             index[i] = running.slot
@@ -205,12 +198,19 @@ class Engine:
             values.position[i] = len(request.prompt) - 1
             values.remaining[i] = running.limit
             values.live[i] = values.fresh[i] = True
+            values.speculative[i] = params.speculative
             values.stop_ids[i, : len(request.stop_ids)] = request.stop_ids
             s = values.sampling
             s.temperature[i], s.top_p[i], s.min_p[i] = params.temperature, params.top_p, params.min_p
             s.top_k[i] = min(max(params.top_k, 0), self._vocab_size)
             s.seed[i], s.coupled[i] = _seed(params.seed), _coupled(running)
+            a = values.adjust
+            a.repetition[i], a.presence[i] = params.repetition_penalty, params.presence_penalty
+            a.frequency[i] = params.frequency_penalty
+            a.min_position[i] = len(request.prompt) + params.min_tokens if params.min_tokens else 0
+            a.biased[i], a.worded[i] = bool(params.logit_bias or request.bad_words), bool(request.bad_words)
             self._confidence[running.slot] = np.nan
+            self._tables.admit(request, running.slot)
         index, values = self.programs.place((index, values))
         self._slots = self.programs.admit(self._slots, index, values)
 
@@ -223,21 +223,35 @@ class Engine:
         count = at_least(self.config.row_buckets, len(rows))
         sampling = _sampling(rows)
         # A fresh row has no features to draft from: its first token comes from its anchor alone.
-        drafts = self.block_size > 0 and any(r.tokens or r.in_flight for r in work.decode)
+        drafts = self.block_size > 0 and any((r.tokens or r.in_flight) and _drafts(r) for r in work.decode)
         plan, verify_tokens = self._plan(work, count) if drafts else (Plan(budget=0), count)
         args, pages, prefill = self._arguments(work, count, plan, verify_tokens)
+        tables = self._tables.take(penalties=sampling.penalties, steering=sampling.steering)
         proposal = None
         if drafts:
-            proposal = self.programs.propose(ProposeShape(count, pages, sampling), self._pools, self._slots, args)
-        shape = VerifyShape(count, pages, sampling, verify_tokens, drafts, prefill)
-        self._pools, self._slots, packet = self.programs.verify(shape, self._pools, self._slots, args, proposal)
+            propose = ProposeShape(count, pages, sampling)
+            proposal = self.programs.propose(propose, self._pools, self._slots, args, tables)
+        shape = VerifyShape(
+            count,
+            pages,
+            sampling,
+            verify_tokens,
+            drafts,
+            prefill,
+            logprobs=_most(r.request.params.logprobs for r in work.decode),
+            prompt_logprobs=_most(c.running.request.params.prompt_logprobs for c in work.chunks),
+        )
+        self._pools, self._slots, tables, packet = self.programs.verify(
+            shape, self._pools, self._slots, args, proposal, tables
+        )
+        self._tables.update(tables)
         for array in jax.tree.leaves(packet):
             array.copy_to_host_async()
         for running in work.decode:
             running.in_flight += 1
         self._step += 1
         generations = self.scheduler.generation[[r.slot for r in work.decode]]
-        return Flight(self._step, shape, now, packet, work.decode, generations)
+        return Flight(self._step, shape, now, packet, work.decode, generations, work.chunks)
 
     def _plan(self, work: Work, count: int) -> tuple[Plan, int]:
         """The plan with its tier filled, and the packed verify rows: from confidence two steps old.
@@ -256,6 +270,9 @@ class Engine:
             logits = logits / self._sts[[int(r.request.params.temperature > 0) for r in work.decode]]
         with np.errstate(over="ignore"):
             conditional = 1.0 / (1.0 + np.exp(-logits))
+        # Nothing of a row that does not draft survives.
+        drafting = np.array([_drafts(r) for r in work.decode], bool)
+        conditional[~drafting] = 0.0
         plan = self.policy.plan(
             BatchState(
                 rows=decode,
@@ -269,8 +286,8 @@ class Engine:
                 positions=tuple(r.position for r in work.decode),
             )
         )
-        least = int(np.sum(np.broadcast_to(np.minimum(plan.min_window, self.block_size), decode)))
-        wanted = min(max(plan.budget, least, 0), decode * self.block_size)
+        least = int(np.sum(np.broadcast_to(np.minimum(plan.min_window, self.block_size), decode)[drafting]))
+        wanted = min(max(plan.budget, least, 0), int(drafting.sum()) * self.block_size)
         tier = at_least(tiers, decode + wanted)
         # The tier is filled: rows that padding would take cost nothing.
         plan = replace(plan, budget=tier - decode)
@@ -345,7 +362,7 @@ class Engine:
             start += size
         rectangles: dict[str, Any] = {"index": index, "row": tile_row}
         fields: dict[str, Any] = {"tokens": tokens, "positions": positions, "row": row}
-        if self._chain:
+        if self._chain or any(c.running.request.params.prompt_logprobs is not None for c in chunks):
             fields["following"] = following
         return Prefill(**fields, tiles=Tiles(**rectangles)), (total, tiles, tile)
 
@@ -355,6 +372,7 @@ class Engine:
         now = time.perf_counter()
         if packet.confidence.shape[1]:
             self._younger.append((flight.number, flight.rows, flight.generations, packet.confidence))
+        self._collect_prompts(flight.chunks, packet.prompt_logprobs)
         if self._observer is not None:
             self._observer(self._record(flight, packet, now))
         updates = []
@@ -379,15 +397,30 @@ class Engine:
             if packet.finished[i]:
                 reason = "stop" if tokens[-1] in running.request.stop_ids else "length"
                 self.scheduler.release(running)
-            updates.append(Update(running.request.id, tokens, reason, stats))
+            k = running.request.params.logprobs
+            asked = () if k is None or packet.logprobs is None else told(tokens, packet.logprobs, i, k)
+            prompt = tuple(running.prompt_logprobs)
+            running.prompt_logprobs.clear()
+            updates.append(Update(running.request.id, tokens, reason, stats, asked, prompt))
         return updates
+
+    def _collect_prompts(self, chunks: list[Chunk], logprobs: Logprobs | None) -> None:
+        """Log-probabilities of prompt tokens, kept until the first tokens of their request."""
+        start = 0
+        for chunk in chunks:
+            size = chunk.stop - chunk.start
+            k = chunk.running.request.params.prompt_logprobs
+            if k is not None and logprobs is not None:
+                tokens = chunk.running.request.prompt[chunk.start + 1 : chunk.stop + 1]
+                chunk.running.prompt_logprobs += told(tokens, logprobs, slice(start, start + size), k)
+            start += size
 
     def _record(self, flight: Flight, packet: Any, now: float) -> StepRecord:
         """What an observer sees of a step, from its packet on the host and the rows as they were before it."""
         kept = [i for i, r in enumerate(flight.rows) if not r.finished and packet.count[i] > 0]
         rows = [flight.rows[i] for i in kept]
         confidence = np.full((len(kept), self.block_size), np.nan, np.float32)
-        drafted = np.where([r.tokens > 0 for r in rows], self.block_size, 0)
+        drafted = np.where([r.tokens > 0 and _drafts(r) for r in rows], self.block_size, 0)
         if packet.confidence.shape[1]:
             confidence[drafted > 0] = packet.confidence[kept][drafted > 0]
         return StepRecord(
@@ -409,6 +442,16 @@ class Engine:
         )
 
 
+def _most(asked: Iterable[int | None]) -> int | None:
+    """The step of likeliest tokens that serves all who ask; None when nobody does."""
+    most = max((k for k in asked if k is not None), default=None)
+    return None if most is None else at_least(LOGPROB_STEPS, most)
+
+
+def _drafts(running: Running) -> bool:
+    return running.request.params.speculative
+
+
 def _sampling(rows: list[Running]) -> Sampling:
     hot = [r for r in rows if r.request.params.temperature > 0]
     return Sampling(
@@ -416,6 +459,8 @@ def _sampling(rows: list[Running]) -> Sampling:
         filtered=any(r.request.params.filtered for r in hot),
         coupled=any(_coupled(r) for r in hot),
         rejection=any(not _coupled(r) for r in hot),
+        penalties=any(r.request.params.penalized for r in rows),
+        steering=any(r.request.steered for r in rows),
     )
 
 

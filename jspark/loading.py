@@ -165,6 +165,8 @@ def load_target(
     checkpoint = open_target(spec, revision, offline)
     if draft and draft.checkpoint:
         check_drafter_fits(draft.checkpoint.config, checkpoint.config)
+        if draft.checkpoint.verifier:
+            draft.checkpoint.verifier.compare(checkpoint.name, checkpoint.config)
     mesh = mesh or _default_mesh()
     if dtype is None:
         dtype = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"

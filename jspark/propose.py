@@ -6,6 +6,7 @@ Does not know: what is verified or accepted, nor where features come from.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -20,6 +21,9 @@ from jspark.models.drafter import Drafter
 from jspark.models.layers import Rotary, Vocabulary
 from jspark.pallas.ragged_attention import block_attention
 from jspark.sampling import RowSampling, draft_token, log_probs
+
+#: Logits of the next row of a block and the tokens of the block before it → the logits as the target changes them.
+Adjust = Callable[[Float[Array, "r v"], list[Int[Array, " r"]]], Float[Array, "r v"]]
 
 
 @jax.tree_util.register_dataclass
@@ -80,10 +84,12 @@ def propose(
     sampled: bool,
     filtered: bool,
     keep_q: bool,
+    adjust: Adjust | None = None,
 ) -> Proposal:
     """Drafts `block_size` tokens a row (DSpark, equations 4 to 7; without heads, DFlash).
 
-    Greedy rows draft by argmax, coupled rows with the target's own noise, the rest from q.
+    Greedy rows draft by argmax, coupled rows with the target's own noise, the rest from q. adjust: the logits as
+    the target will have them changed, given the tokens of the block so far; None leaves them alone.
     """
     hidden = block_hidden(drafter, vocabulary, config, pool, anchor, position, table, block_size)
     base = vocabulary.head.attend(hidden)
@@ -101,6 +107,8 @@ def propose(
         if head is not None:
             feature = markov.embed(previous) if markov is not None and with_markov else None
             confidence.append(head(hidden[:, k], feature))
+        if adjust is not None:
+            logits = adjust(logits, tokens)
         q = log_probs(logits, sampling, filtered=filtered) if sampled else logits
         previous = draft_token(q, sampling, position, k, sampled=sampled)
         tokens.append(previous)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from jspark.errors import UserError
 from jspark.kv import PageAllocator
-from jspark.request import Request, Stats
+from jspark.request import AUTO_TOKENS, Request, Stats, TokenLogprob
 
 
 @dataclass(eq=False)
@@ -36,6 +37,7 @@ class Running:
     tokens: int = 0
     first_token: float = 0.0
     stats: Stats = field(default_factory=Stats)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def left(self) -> int:
@@ -51,6 +53,13 @@ class Running:
     def may_commit(self) -> bool:
         """Another step can commit something: every step in flight commits at least one token."""
         return self.tokens + self.in_flight < self.limit
+
+
+class Waiting(NamedTuple):
+    """A request in the queue; limit: the tokens it may commit."""
+
+    request: Request
+    limit: int
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,7 @@ class Scheduler:
     def __init__(self, slots: int, allocator: PageAllocator, context_length: int, chunk: int, overhang: int):
         self.allocator = allocator
         self.context_length = context_length
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[Waiting] = deque()
         self.running: dict[int, Running] = {}
         self.generation = np.zeros(slots + 1, np.int64)
         self.table = np.zeros((slots + 1, allocator.pages_for(context_length + overhang)), np.int32)
@@ -106,12 +115,21 @@ class Scheduler:
                 f"the prompt has {prompt} tokens and the context holds {self.context_length}: "
                 "shorten it or raise the context length"
             )
-        if params.max_tokens is not None and params.max_tokens > room:
+        if isinstance(params.max_tokens, int) and params.max_tokens > room:
             raise UserError(
                 f"a prompt of {prompt} tokens leaves room for {room} more in a context of {self.context_length}, "
                 f"and max_tokens is {params.max_tokens}: lower it, or shorten the prompt"
             )
-        limit = room if params.max_tokens is None else params.max_tokens
+        if params.max_tokens == "auto":
+            held = self.allocator.capacity * self.allocator.page_size - prompt - self._overhang
+            limit = max(1, min(AUTO_TOKENS, room, held))
+        else:
+            limit = room if params.max_tokens is None else params.max_tokens
+        if params.min_tokens > limit:
+            raise UserError(
+                f"min_tokens is {params.min_tokens} and this prompt of {prompt} tokens gets {limit} at most: "
+                "lower it, or give max_tokens"
+            )
         pages = self._pages(request, limit)
         if pages > self.allocator.capacity:
             raise UserError(
@@ -127,8 +145,7 @@ class Scheduler:
         """Moves waiting requests into free slots while pages for their whole length are free."""
         admitted = []
         while self.waiting and self._free_slots:
-            request = self.waiting[0]
-            limit = self.check(request)
+            request, limit = self.waiting[0]
             need = self._pages(request, limit)
             if need > self.allocator.free:
                 break

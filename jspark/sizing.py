@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jspark import kv
 from jspark.config import DecoderConfig, DrafterConfig, EngineConfig, check_drafter_fits
-from jspark.errors import UserError
+from jspark.errors import UserError, warn
 from jspark.programs import ladder
 from jspark.step import Spec
 
@@ -55,6 +55,11 @@ def sized(config: EngineConfig, spec: Spec, mesh: Mesh) -> EngineConfig:
     context = config.context_length or longest
     if context > longest:
         raise UserError(f"a context of {context} is longer than the {longest} positions of this model; lower it")
+    if spec.drafter is not None and context > (reach := spec.drafter.backbone.reach):
+        warn(
+            f"the drafter's positions reach {reach} tokens and the context holds {context}: drafts beyond are "
+            f"worth little; lower the context length to {reach}, or take a drafter trained for longer contexts"
+        )
     per_token = kv.bytes_per_token(spec.target, config.dtype)
     if spec.drafter is not None:
         per_token += kv.bytes_per_token(spec.drafter.backbone, config.dtype)

@@ -14,6 +14,8 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
+from jspark.adjust import RowAdjust, neutral
+from jspark.logprobs import Logprobs
 from jspark.pallas.ragged_attention import Tiles
 from jspark.sampling import RowSampling
 
@@ -25,8 +27,8 @@ class Slots:
 
     anchor: the last committed token, not yet run through the target. position: where it stands (0 based), so
     also how many tokens the caches hold. remaining: tokens it may still commit. fresh: nothing committed yet,
-    hence no features to draft from. stop_ids: padded with −1. carried: what eagle.py keeps of a request; None for
-    other drafters.
+    hence no features to draft from. speculative: the row may draft. stop_ids: padded with −1. carried: what
+    eagle.py keeps of a request; None for other drafters.
     """
 
     anchor: Int[Array, " s"]
@@ -34,8 +36,10 @@ class Slots:
     remaining: Int[Array, " s"]
     live: Bool[Array, " s"]
     fresh: Bool[Array, " s"]
+    speculative: Bool[Array, " s"]
     stop_ids: Int[Array, "s n"]
     sampling: RowSampling
+    adjust: RowAdjust
     carried: Float[Array, "s h"] | None = None
 
     def take(self, index: Int[Array, " r"]) -> Slots:
@@ -57,7 +61,8 @@ def empty_slots(slots: int, stop_ids: int, carried: tuple[int, DTypeLike] | None
     )
     # Copies, because the state is donated and a buffer can be donated once only.
     hidden = None if carried is None else jnp.zeros((n, carried[0]), carried[1])
-    slots_ = Slots(ints, ints, ints, off, off, jnp.full((n, stop_ids), -1, jnp.int32), sampling, carried=hidden)
+    none = jnp.full((n, stop_ids), -1, jnp.int32)
+    slots_ = Slots(ints, ints, ints, off, off, off, none, sampling, neutral(n), hidden)
     return jax.tree.map(lambda x: x.copy(), slots_)
 
 
@@ -104,6 +109,7 @@ class Packet:
 
     tokens: [r, w], −1 beyond `count`. accepted: drafted tokens accepted within the window. block_accepted: the
     same without the window's cut, as far as rows were verified. confidence: [r, γ] logits of this step's block.
+    logprobs: of the tokens [r, w]; prompt_logprobs: of the prefill rows [c]; both only where asked for.
     """
 
     tokens: Int[Array, "r w"]
@@ -113,3 +119,5 @@ class Packet:
     window: Int[Array, " r"]
     finished: Bool[Array, " r"]
     confidence: Float[Array, "r g"]
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None

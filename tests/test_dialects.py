@@ -351,6 +351,8 @@ def test_the_python_interface_takes_the_answer_too(goldens, rewrite):
     folder = str(rewrite(TRAINED, sample_from_anchor=None))
     with pytest.raises(UserError, match="draft-anchor-predicts"):
         LLM(str(goldens / "qwen3_tiny"), folder)
-    llm = LLM(str(goldens / "qwen3_tiny"), folder, draft_anchor_predicts=False, context_length=64)
+    llm = LLM(
+        str(goldens / "qwen3_tiny"), folder, draft_anchor_predicts=False, draft_probe=False, context_length=64
+    )
     assert llm.algorithm == "DSPARK"
     assert llm.engine.block_size == 6

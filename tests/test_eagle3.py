@@ -337,6 +337,7 @@ def test_flags_that_do_not_belong_to_it(tmp_path, capsys):
         find_drafter("untrained", "EAGLE3")
     generate = ["generate", "--model-path", str(GOLDENS / "qwen3_tiny"), "--token-ids", "5,6"]
     generate += ["--speculative-draft-model-path", str(GOLDENS / TRAINED), "--speculative-num-steps", "3"]
+    generate += ["--skip-draft-probe"]
     assert main([*generate, "--speculative-algorithm", "DSPARK"]) == 2
     assert "--speculative-num-steps is EAGLE3's" in capsys.readouterr().err
     assert main([*generate, "--speculative-algorithm", "EAGLE3", "--max-new-tokens", "9", "--json"]) == 0

@@ -205,7 +205,14 @@ def test_target_and_drafter_answer_under_the_name_that_was_chosen(fake, goldens)
     assert describe("some/drafter", revision="v2")["name"] == "some/drafter"
     with pytest.raises(UserError, match="without a drafter of the Hub"):
         LLM("some/model", draft_revision="v2")
-    llm = LLM("some/model", "some/drafter", draft_revision="v2", served_model_name="mine", context_length=64)
+    llm = LLM(
+        "some/model",
+        "some/drafter",
+        draft_revision="v2",
+        draft_probe=False,
+        served_model_name="mine",
+        context_length=64,
+    )
     assert (llm.algorithm, llm.served_model_name) == ("DSPARK", "mine")
     with pytest.raises(UserError, match="loaded already"):
         LLM(llm.target, revision="v2")

@@ -20,7 +20,7 @@ BEGINNING = "A154A216A65€A311A281dnaïveA190A317A154"
 EOS = 257
 #: One bucket of rows, pages and prefill: few programs to compile.
 SIZES = {"max_running_requests": 2, "row_buckets": (2,), "page_size": 16, "context_length": 128}
-SIZES |= {"chunked_prefill_size": 32}
+SIZES |= {"chunked_prefill_size": 32, "draft_probe": False}
 GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 
 
@@ -293,6 +293,16 @@ def test_a_step_that_fails_ends_all_requests_and_leaves_the_llm_usable(dspark, v
         ([1] * 100, {"max_tokens": 29}, "leaves room for 28 more in a context of 128"),
         ([1], {"stop_token_ids": [320]}, "stop token id 320 is outside the vocabulary of 320"),
         ([1], {"stop_token_ids": range(40)}, "41 stop token ids were given; at most 16"),
+        ([1], {"logit_bias": {320: 1.0}}, "logit_bias: token id 320 is outside the vocabulary"),
+        ([1], {"bad_words": [[1, 320]]}, "bad_words: token id 320 is outside the vocabulary"),
+        ([1], {"bad_words": [[1] * 17]}, "16 tokens in each; 1 of up to 17 were given"),
+        ([1], {"bad_words": [[i, j] for i in range(20) for j in range(20)]}, "256 entries of more than one token"),
+        ([1], {"bad_words": [[i] for i in range(320)]}, "leave no token to choose"),
+        (
+            [1] * 100,
+            {"max_tokens": None, "min_tokens": 29},
+            "min_tokens is 29 and this prompt of 100 tokens gets 28",
+        ),
         ([[1], "\ud800"], {}, "prompt 1: the prompt is not valid Unicode"),
         ([[1], 2.5], {}, "prompt 1: a prompt is a text or a list of token ids, not 2.5"),
         ([[1], [2.5]], {}, r"prompt 1: a prompt is a text or a list of token ids, not \[2.5\]"),
@@ -326,6 +336,18 @@ def test_other_things_than_sampling_params_are_refused(plain, params):
         ("seed", ["x", 1.5, True, 2**64, -(2**63) - 1]),
         ("max_tokens", ["3", 2.5, True, 0]),
         ("stop", [None, 5, [1], ["a", ""]]),
+        ("n", ["2", 0, 1.5, True]),
+        ("min_tokens", ["1", -1, 1.5]),
+        ("repetition_penalty", ["x", 0, -1, float("nan"), float("inf")]),
+        ("presence_penalty", ["x", 2.1, float("nan")]),
+        ("frequency_penalty", [None, -2.1]),
+        ("logit_bias", [[1], {"a": 1}, {-1: 1}, {1: "x"}, {1: float("nan")}, {1: float("-inf")}]),
+        ("bad_words", [5, None, [5], [""], [[]], [[1.5]], [["a"]], [[-1]]]),
+        ("logprobs", ["1", -1, 21, True]),
+        ("prompt_logprobs", [1.5, -1, 21]),
+        ("echo", [1, None]),
+        ("skip_special_tokens", ["no"]),
+        ("speculative", [0]),
         ("stop_token_ids", [None, 5, ["a"], [1.5], [-1]]),
     ],
 )
@@ -404,6 +426,9 @@ def test_bad_chats_are_refused(plain, messages):
         ({"draft": "dspark_qwen3_tiny_rnn", "block_size": 8}, "block size 8 is larger than the 7"),
         ({"block_size": 3}, "a block size was given without a drafter"),
         ({"verify_mode": "some"}, "verify_mode is 'some'"),
+        ({"verify_mode": "static"}, "a verify mode was given without a drafter"),
+        ({"mesh": 5}, "mesh is 5; it must be a jax.sharding.Mesh"),
+        ({"draft": "dspark_qwen3_tiny_rnn", "policy": "fixed:8"}, "fixed:8 verifies more than the 7 tokens"),
         ({"policy": "some"}, "unknown verify policy 'some'"),
         ({"dtype": "float16"}, "dtype is 'float16'; it must be float32 or bfloat16"),
         ({"page_size": 0}, "page_size is 0"),

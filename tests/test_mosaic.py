@@ -118,7 +118,7 @@ INTERPRETED = {
     ),
     "tiles that share keys": (
         Case("", 2, (40, 150), (2, 30), heads=4, kv_heads=1, head_dim=64, pad_rows=2),
-        Config(take="rows", block=64, least=1),
+        Config(shared=True, block=64, least=1),
     ),
 }
 INTERPRETED_TOO = {
@@ -133,7 +133,7 @@ INTERPRETED_TOO = {
     ),
     "blocks of 128 over pages of 128": (
         Case("", 2, (140, 300), (1, 40), heads=8, kv_heads=1, page_size=128),
-        Config(take="rows", block=128, least=1),
+        Config(shared=True, block=128, least=1),
     ),
     "window of a draft block": (
         Case("", 3, (16, 300), 16, heads=2, kv_heads=2, causal=False, window=100),

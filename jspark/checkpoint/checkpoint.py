@@ -37,6 +37,7 @@ from jspark.checkpoint.source import (
     locate,
     stream,
 )
+from jspark.checkpoint.verifier import Verifier, read_verifier
 from jspark.config import DecoderConfig, DrafterConfig
 from jspark.errors import UserError
 from jspark.files import read_json
@@ -97,13 +98,17 @@ class TargetCheckpoint:
 
 @dataclass(frozen=True)
 class DrafterCheckpoint:
-    """A drafter on disk. `target_layers`: how many its target has; 0 where the file does not say."""
+    """A drafter on disk. `target_layers`: how many its target has; 0 where the file does not say.
+
+    `verifier`: what else it says of its target.
+    """
 
     config: DrafterConfig
     name: str
     path: Path
     tensors: Tensors
     target_layers: int
+    verifier: Verifier | None = None
 
     def parameters(self, expected: Mapping[str, Shape]) -> Iterator[tuple[str, np.ndarray]]:
         """See `Tensors.parameters`."""
@@ -212,7 +217,7 @@ def open_drafter(
         tensors = replace(tensors, found={**tensors.found, head.path: head})
         drafter = replace(drafter, own_head=True)
     target_layers = config.integer("num_target_layers", 0, low=0, high=MAX_LAYERS)
-    return DrafterCheckpoint(drafter, place.name, path, tensors, target_layers)
+    return DrafterCheckpoint(drafter, place.name, path, tensors, target_layers, read_verifier(config))
 
 
 def is_drafter(place: Place) -> bool:

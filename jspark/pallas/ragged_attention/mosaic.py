@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from jspark.pallas.ragged_attention.mosaic_kernel import ROWS, Config, build
-from jspark.pallas.ragged_attention.plan import Cuts, cut
+from jspark.pallas.ragged_attention.plan import ROWS, Config, Cuts, cut
 from jspark.pallas.ragged_attention.segments import HeadShape, Segments
+
+if TYPE_CHECKING:
+    from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
 
 __all__ = ["Config", "Plan", "attend", "available", "make_plan", "supports"]
 
@@ -51,9 +52,10 @@ def supports(heads: HeadShape, max_rows: int, causal: bool) -> bool:
     return sizes and heads.dtype in ("bfloat16", "float16")
 
 
-def config_for(heads: HeadShape, max_rows: int) -> Config:
-    """The tuned kernel of a class of shapes."""
-    kind = "prefill" if max_rows > ROWS // heads.group else "decode"
+def config_for(heads: HeadShape, max_rows: int, mean_rows: float) -> Config:
+    """The tuned kernel of a class of shapes; sharing keys pays where most segments fill more than a tile."""
+    tile = ROWS // heads.group
+    kind = "prefill" if max_rows > tile and mean_rows >= 2 * tile else "decode"
     return Config(**_tuned()[f"{kind} {heads.head_dim}"])
 
 
@@ -87,20 +89,10 @@ def make_plan(
     tokens: packed rows of the queries. config: in place of the tuned one. ctas: blocks of threads, by
     default one a multiprocessor.
     """
-    config = config or config_for(heads, segments.max_rows)
-    if heads.kv_heads % config.heads:
-        config = replace(config, take="task")
+    if config is None:
+        config = config_for(heads, segments.max_rows, tokens / segments.row.shape[0])
     cuts = cut(
-        segments,
-        tokens=tokens,
-        kv_heads=heads.kv_heads // config.heads,
-        workers=(ctas or multiprocessors()) * config.workers,
-        tile=config.tile(heads.group),
-        block=config.block,
-        least=config.least,
-        streaming=config.take != "rows",
-        causal=causal,
-        window=window,
+        segments, heads, config, tokens=tokens, ctas=ctas or multiprocessors(), causal=causal, window=window
     )
     return Plan(cuts, config)
 
@@ -117,13 +109,18 @@ def attend(
     causal: bool,
     window: int | None = None,
     scale: float | None = None,
-    interpret: plgpu.InterpretGPUParams | None = None,
+    interpret: InterpretGPUParams | None = None,
 ) -> Float[Array, "t n d"]:
     """The op (dispatch.attend) with a plan of `make_plan` for the same segments, `causal` and `window`.
 
     A function of its own to the compiler, so that the layers of a model lower it once. interpret: run in the
     interpreter, without a GPU; the merge is then XLA's, since the interpreter has no semaphores.
     """
+    # Not every installation of JAX has the compiler's Python half; only a GPU needs it.
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    from jspark.pallas.ragged_attention.mosaic_kernel import build
+
     del segments
     config, cuts = plan.config, plan.cuts
     tokens, heads, head_dim = q.shape
@@ -181,8 +178,8 @@ def _merge(out, parts, lse, plan: Plan, kv_heads: int):
     def worker(w, out):
         t, h, offset, units, tasks, _, _, count = work[w]
         opens = (units > 0) & ((tasks > 1) | (offset == 0)) & (count > 1)
-        task = t * (kv_heads // config.heads) + h + tasks - 1
-        t, h = task // (kv_heads // config.heads), task % (kv_heads // config.heads)
+        task = t * kv_heads + h + tasks - 1
+        t, h = task // kv_heads, task % kv_heads
         others = (workers > w) & (workers < w + count)
         for share in range(shares):
             logs = jnp.concatenate(
@@ -192,11 +189,9 @@ def _merge(out, parts, lse, plan: Plan, kv_heads: int):
             weights = jnp.exp2(logs - jnp.max(logs, axis=0, keepdims=True))[..., None]
             values = jnp.sum(jnp.where(weights > 0, values * weights, 0.0), axis=0) / jnp.sum(weights, axis=0)
             row = one % tile
-            before = share * tile if config.take == "rows" else 0
-            head = h * config.heads + (share if config.take == "head" else 0)
-            valid = opens & (row < tiles[t, 1] - before) & (one < group * tile)
-            at = jnp.where(valid, tiles[t, 0] + before + row, tokens)
-            out = out.at[at, head * group + one // tile].set(values.astype(out.dtype), mode="drop")
+            valid = opens & (row < tiles[t, 1] - share * tile) & (one < group * tile)
+            at = jnp.where(valid, tiles[t, 0] + share * tile + row, tokens)
+            out = out.at[at, h * group + one // tile].set(values.astype(out.dtype), mode="drop")
         return out
 
     return lax.fori_loop(0, work.shape[0], worker, out)

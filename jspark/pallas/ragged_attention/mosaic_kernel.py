@@ -2,8 +2,8 @@
 
 Knows: one memory warpgroup whose warps stream pages of keys and values into rings in shared memory, and compute
 warpgroups that hold a tile of queries in registers and fold the blocks into it (online softmax, base 2). What the
-compute warpgroups of an SM do together is a choice: nothing (each is a worker of the plan), the KV heads of one
-tile (verification and decode), or the rows of one tile, reading one ring (prefill, where keys are worth sharing).
+compute warpgroups of an SM do together is a choice: nothing, each being a worker of the plan (verification and
+decode), or the rows of one tile, reading one ring (prefill, where keys are worth sharing).
 Does not know: what the rows mean, or how the work was cut (plan.py).
 
 The parts of a task that was cut over several workers are merged as a binary tree: a worker leaves its part,
@@ -16,8 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -25,43 +24,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-ROWS = 64  # rows of one wgmma tile
+from jspark.pallas.ragged_attention.plan import ROWS, Config
+
 MASKED = -1e30  # finite: a part that sees nothing weighs exp2(-1e30 - m) = 0, never NaN
-
-
-@dataclass(frozen=True)
-class Config:
-    """Static choices of one kernel.
-
-    block: keys of a block. stages: blocks in flight in each ring. warpgroups: compute warpgroups of an SM.
-    take: what of a task each of them takes: a task of its own, one of `warpgroups` KV heads, or a share of the
-    rows. least: blocks that a worker has at least.
-    """
-
-    block: int = 64
-    stages: int = 2
-    warpgroups: int = 2
-    take: Literal["task", "head", "rows"] = "task"
-    least: int = 4
-
-    @property
-    def rings(self) -> int:
-        """Rings of an SM."""
-        return 1 if self.take == "rows" else self.warpgroups
-
-    @property
-    def workers(self) -> int:
-        """Workers of an SM."""
-        return self.warpgroups if self.take == "task" else 1
-
-    @property
-    def heads(self) -> int:
-        """KV heads of a task."""
-        return self.warpgroups if self.take == "head" else 1
-
-    def tile(self, group: int) -> int:
-        """Query rows (tokens) of a task."""
-        return ROWS // group * (self.warpgroups if self.take == "rows" else 1)
 
 
 def build(
@@ -86,21 +51,17 @@ def build(
     tile = ROWS // group
     wgs, stages, block = config.warpgroups, config.stages, config.block
     copies = max(1, block // page)
-    by_rows, by_task = config.take == "rows", config.take == "task"
     f32, i32 = jnp.float32, jnp.int32
     to_log2 = scale * math.log2(math.e)
 
     def worker_of(wg):
-        return wg * ctas + lax.axis_index("cta") if by_task else lax.axis_index("cta")
-
-    def head_of(h, wg):
-        return h * config.heads + wg if config.heads > 1 else h
+        return lax.axis_index("cta") if config.shared else wg * ctas + lax.axis_index("cta")
 
     def ring_of(wg):
-        return i32(0) if by_rows else wg
+        return i32(0) if config.shared else wg
 
     def next_task(t, h):
-        wrap = h + 1 == kv_heads // config.heads
+        wrap = h + 1 == kv_heads
         return jnp.where(wrap, t + 1, t), jnp.where(wrap, 0, h + 1)
 
     def compute(wg, tiles, work, out, parts, lse, smem, bars, sems):
@@ -110,7 +71,7 @@ def build(
         part_slots = 1 if not interpret else 2
 
         def part_at(worker, opens):
-            slot = worker if by_task else worker * wgs + wg
+            slot = worker * wgs + wg if config.shared else worker
             return slot if part_slots == 1 else slot * 2 + jnp.where(opens, 1, 0)
 
         def task(_, carry):
@@ -118,7 +79,7 @@ def build(
             token, rows = tiles[t, 0], tiles[t, 1]
             first, last, low, blocks, own = (tiles[t, i] for i in range(3, 8))
             last_own = own + rows - 1
-            if by_rows:
+            if config.shared:
                 token, rows = token + wg * tile, jnp.clip(rows - wg * tile, 0, tile)
                 own = jnp.minimum(own + wg * tile, last_own)
                 first = own if causal else first
@@ -171,7 +132,7 @@ def build(
 
                     @pl.when(position + block > last)
                     def _():
-                        if not by_rows:
+                        if not config.shared:
                             return clear_tail()
                         pl.when(wg == 0)(clear_tail)
                         plgpu.barrier_arrive(cleared)
@@ -239,7 +200,7 @@ def build(
                         for g in range(group):
                             plgpu.copy_smem_to_gmem(
                                 o_smem.at[wg, pl.ds(done + g * tile, size)],
-                                out.at[pl.ds(token + done, size), head_of(h, wg) * group + g],
+                                out.at[pl.ds(token + done, size), h * group + g],
                             )
 
                     pl.when((rows & size) != 0)(store)
@@ -262,7 +223,7 @@ def build(
 
         # Packed rows of no segment: zeros, shared out over the workers.
         every = ctas * wgs
-        begin = work[w, 6] + (w if by_task else w * wgs + wg)
+        begin = work[w, 6] + (w * wgs + wg if config.shared else w)
 
         @pl.when(begin < tokens)
         def _():
@@ -283,7 +244,7 @@ def build(
     def stream(ring, tiles, work, table, q, k, v, smem, bars):
         q_smem, _, k_smem, v_smem = smem
         q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = bars
-        readers = tuple(i32(g) for g in range(wgs)) if by_rows else (ring,)
+        readers = tuple(i32(g) for g in range(wgs)) if config.shared else (ring,)
         w = worker_of(ring)
 
         def pages_of(row, position, last):
@@ -291,16 +252,16 @@ def build(
             top = lax.div(jnp.maximum(last - 1, 0), i32(page))
             return tuple(table[row, jnp.minimum(lax.div(position, i32(page)) + i, top)] for i in range(copies))
 
-        def copy_block(source, target, full, slot, pages, head, position):
+        def copy_block(source, target, full, slot, pages, h, position):
             if copies == 1:
                 offset = lax.rem(position, i32(page))
                 plgpu.copy_gmem_to_smem(
-                    source.at[pages[0], head, pl.ds(offset, block)], target.at[slot], full.at[slot]
+                    source.at[pages[0], h, pl.ds(offset, block)], target.at[slot], full.at[slot]
                 )
                 return
             for i, number in enumerate(pages):
                 plgpu.copy_gmem_to_smem(
-                    source.at[number, head], target.at[slot, pl.ds(i * page, page)], full.at[slot]
+                    source.at[number, h], target.at[slot, pl.ds(i * page, page)], full.at[slot]
                 )
 
         def task(n, carry):
@@ -308,7 +269,6 @@ def build(
             token, row, last = tiles[t, 0], tiles[t, 2], tiles[t, 4]
             low, blocks = tiles[t, 5], tiles[t, 6]
             end = jnp.minimum(b + left, blocks)
-            head = head_of(h, ring)
             pages = pages_of(row, (low + b) * block, last)
             for reader in readers:
 
@@ -317,10 +277,10 @@ def build(
                     plgpu.barrier_wait(q_empty.at[reader])
 
                 size = min(tile, q.shape[0])
-                at = token + (reader * tile if by_rows else 0)
+                at = token + (reader * tile if config.shared else 0)
                 for g in range(group):
                     plgpu.copy_gmem_to_smem(
-                        q.at[pl.ds(at, size), head * group + g],
+                        q.at[pl.ds(at, size), h * group + g],
                         q_smem.at[reader, pl.ds(g * tile, size)],
                         q_full.at[reader],
                     )
@@ -335,13 +295,13 @@ def build(
                 def _():
                     plgpu.barrier_wait(k_empty.at[slot])
 
-                copy_block(k, k_smem, k_full, slot, pages, head, position)
+                copy_block(k, k_smem, k_full, slot, pages, h, position)
 
                 @pl.when(count >= stages)
                 def _():
                     plgpu.barrier_wait(v_empty.at[slot])
 
-                copy_block(v, v_smem, v_full, slot, pages, head, position)
+                copy_block(v, v_smem, v_full, slot, pages, h, position)
                 return ahead
 
             lax.fori_loop(b, end, step, pages)
@@ -380,18 +340,18 @@ def build(
                 plgpu.set_max_registers(40 if wgs > 1 else 24, action="decrease")
 
             def warp(index):
-                @pl.when(index < config.rings)
+                @pl.when(index < config.workers)
                 def _():
                     stream(index, tiles, work, table, q, k, v, smem, bars)
 
             plgpu.warp_map(warp)
 
     def scratch(dtype):
-        rings = config.rings
+        rings = config.workers
         # What wgmma reads: tiles of 8 rows of 128 bytes, swizzled.
         transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore
         ring = plgpu.SMEM((rings * stages, block, head_dim), dtype, transforms=transforms)
-        readers = wgs if by_rows else 1
+        readers = wgs if config.shared else 1
         return (
             plgpu.SMEM((wgs, ROWS, head_dim), dtype),
             plgpu.SMEM((wgs, ROWS, head_dim), dtype),

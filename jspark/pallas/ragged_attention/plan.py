@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int
 
-from jspark.pallas.ragged_attention.segments import Segments
+from jspark.pallas.ragged_attention.segments import HeadShape, Segments
 
 # How far a cut may move to the next border of a task, as a share of a worker's load; how many numbers of busy
 # workers are compared (down to 94% of them); the time of a merge, and of leaving a part, in blocks.
@@ -27,6 +27,34 @@ SNAP = 0.04
 CANDIDATES = 16
 MERGE = 1.0
 LEAVE = 0.5
+
+
+ROWS = 64  # query rows × heads of one wgmma tile
+
+
+@dataclass(frozen=True)
+class Config:
+    """Static choices of one kernel.
+
+    block: keys of a block. stages: blocks in flight in each ring. warpgroups: compute warpgroups of an SM.
+    shared: they share a task and its keys, each taking its part of the rows; else each takes tasks of its own.
+    least: blocks that a worker has at least.
+    """
+
+    block: int = 64
+    stages: int = 2
+    warpgroups: int = 2
+    shared: bool = False
+    least: int = 4
+
+    @property
+    def workers(self) -> int:
+        """Workers of an SM, each with a ring of its own."""
+        return 1 if self.shared else self.warpgroups
+
+    def tile(self, group: int) -> int:
+        """Query rows (tokens) of a task."""
+        return ROWS // group * (self.warpgroups if self.shared else 1)
 
 
 @jax.tree_util.register_dataclass
@@ -79,28 +107,25 @@ def _locate(position, starts, blocks, kv_heads: int):
 
 def cut(
     segments: Segments,
+    heads: HeadShape,
+    config: Config,
     *,
     tokens: int,
-    kv_heads: int,
-    workers: int,
-    tile: int,
-    block: int,
-    least: int,
-    streaming: bool,
+    ctas: int,
     causal: bool,
     window: int | None = None,
 ) -> Cuts:
-    """Cut the step's work over at most `workers` workers.
+    """Cut the step's work over the workers of `ctas` SMs, or as many of them as have enough to do.
 
-    tokens: packed rows of the step (static). tile: rows of a tile; block: keys of a block; least: blocks that a
-    worker has at least. streaming: memory is the limit, so that a few idle workers cost nothing as long as the
-    busy ones end together; else every worker counts.
+    tokens: packed rows of the step (static).
     """
-    tiles = _tiles(segments, tokens=tokens, tile=tile, block=block, causal=causal, window=window)
+    kv_heads, workers = heads.kv_heads, ctas * config.workers
+    tile = config.tile(heads.group)
+    tiles = _tiles(segments, tokens=tokens, tile=tile, block=config.block, causal=causal, window=window)
     blocks = tiles[:, 6]
     ends = jnp.cumsum(blocks * kv_heads)
     starts, total = ends - blocks * kv_heads, ends[-1]
-    busy = jnp.clip(total // least, 1, workers)
+    busy = jnp.clip(total // config.least, 1, workers)
 
     candidate = busy - busy * jnp.arange(CANDIDATES, dtype=jnp.int32)[:, None] // 256
     which = jnp.arange(workers + 1, dtype=jnp.int32)[None, :]
@@ -114,7 +139,8 @@ def cut(
     load = (cuts[:, 1:] - cuts[:, :-1]).astype(jnp.float32)
     load = load + jnp.where(split[:, :-1], LEAVE, 0.0) + jnp.where(split[:, 1:], MERGE, 0.0)
     longest = jnp.max(load, axis=1)
-    if streaming:
+    if not config.shared:
+        # Memory is the limit: a few idle workers cost nothing as long as the busy ones end together.
         longest = longest * candidate[:, 0].astype(jnp.float32)
     cuts = cuts[jnp.argmin(longest)]
 
