@@ -118,7 +118,8 @@ def answer(
             if conversation.turns:
                 messages[i].append({"role": "user", "content": conversation.turns[turn]})
             ids = target.chat_ids(messages[i]) if turn else conversation.first_ids(target)
-            if turn and len(ids) + (params.max_tokens or 1) > context:
+            least = params.max_tokens if isinstance(params.max_tokens, int) else 1
+            if turn and len(ids) + least > context:
                 left_out += len(conversation.turns) - turn
                 alive.remove(i)
             else:

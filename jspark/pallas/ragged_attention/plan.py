@@ -81,10 +81,9 @@ def _tiles(
     count = min(count, row.shape[0] + tokens // tile)
     rows = start[1:] - start[:-1]
     per_segment = (rows + tile - 1) // tile
-    ends = jnp.cumsum(per_segment)
+    ends = _running_sum(per_segment)
     index = jnp.arange(count, dtype=jnp.int32)
-    segment = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
-    segment = jnp.minimum(segment, rows.shape[0] - 1)
+    segment = jnp.minimum(_last_at_most(ends, index) + 1, rows.shape[0] - 1)
     offset = (index - (ends - per_segment)[segment]) * tile
     used = index < ends[-1]
     taken = jnp.where(used, jnp.minimum(rows[segment] - offset, tile), 0)
@@ -97,9 +96,20 @@ def _tiles(
     return jnp.stack(fields, axis=1)
 
 
-def _locate(position, starts, blocks, kv_heads: int):
-    """Tile, head and block of a unit of the line; `position` has any shape."""
-    tile = jnp.searchsorted(starts, position, side="right", method="compare_all").astype(jnp.int32) - 1
+def _running_sum(x: Int[Array, " n"]) -> Int[Array, " n"]:
+    """By comparing: one small kernel on a GPU, where a scan takes several."""
+    index = jnp.arange(x.shape[0], dtype=jnp.int32)
+    return jnp.sum(jnp.where(index[None, :] <= index[:, None], x[None, :], 0), axis=1, dtype=jnp.int32)
+
+
+def _last_at_most(ordered: Int[Array, " n"], x: Int[Array, " *b"]) -> Int[Array, " *b"]:
+    """The last index of `ordered` with a value of at most x."""
+    return jnp.searchsorted(ordered, x, side="right", method="compare_all").astype(jnp.int32) - 1
+
+
+def _locate(position: Int[Array, " *b"], starts: Int[Array, " n"], blocks: Int[Array, " n"], kv_heads: int):
+    """Tile, head and block of units of the line, and the blocks of their tasks."""
+    tile = _last_at_most(starts, position)
     inside = position - starts[tile]
     per_head = jnp.maximum(blocks[tile], 1)
     return tile, inside // per_head, inside % per_head, per_head
@@ -123,7 +133,7 @@ def cut(
     tile = config.tile(heads.group)
     tiles = _tiles(segments, tokens=tokens, tile=tile, block=config.block, causal=causal, window=window)
     blocks = tiles[:, 6]
-    ends = jnp.cumsum(blocks * kv_heads)
+    ends = _running_sum(blocks * kv_heads)
     starts, total = ends - blocks * kv_heads, ends[-1]
     busy = jnp.clip(total // config.least, 1, workers)
 
@@ -144,16 +154,15 @@ def cut(
         longest = longest * candidate[:, 0].astype(jnp.float32)
     cuts = cuts[jnp.argmin(longest)]
 
-    first, end = cuts[:-1], cuts[1:]
-    units = end - first
-    tile_at, head, offset, _ = _locate(first, starts, blocks, kv_heads)
-    final = jnp.maximum(end - 1, 0)
-    tile_end, head_end, offset_end, per_task = _locate(final, starts, blocks, kv_heads)
+    units = cuts[1:] - cuts[:-1]
+    ends_of = jnp.stack((cuts[:-1], jnp.maximum(cuts[1:] - 1, 0)))
+    (tile_at, tile_end), (head, head_end), (offset, offset_end), (_, per_task) = _locate(
+        ends_of, starts, blocks, kv_heads
+    )
     tasks = jnp.where(units > 0, (tile_end - tile_at) * kv_heads + head_end - head + 1, 0)
     # The last task of a worker spreads over the workers `opener` to `closer`, which merge as a binary tree.
-    task_begin = final - offset_end
-    opener = jnp.searchsorted(cuts, task_begin, side="right", method="compare_all").astype(jnp.int32) - 1
-    closer = jnp.searchsorted(cuts, task_begin + per_task, side="left", method="compare_all").astype(jnp.int32) - 1
+    begin = ends_of[1] - offset_end
+    opener, closer = _last_at_most(cuts, jnp.stack((begin, begin + per_task - 1)))
     index = jnp.arange(workers, dtype=jnp.int32) - opener
     step = 1 << jnp.arange(10, dtype=jnp.int32)[None, :]
     merging = (index[:, None] % (2 * step) == 0) & (index[:, None] + step <= (closer - opener)[:, None])
