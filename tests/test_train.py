@@ -94,7 +94,7 @@ def test_written_text_is_what_the_engine_answers_with_that_seed(tiny):
     )
     written = [w for part in Writer(tiny.model, tiny.config, script, writing).write([], 0, 6) for w in part]
     assert sorted(w.id for w in written) == list(range(6))
-    llm = LLM(tiny, context_length=128)
+    llm = LLM(tiny, context_length=128, max_running_requests=1, row_buckets=(1,))
     for w in written:
         opening = script.tokens[script.of(np.int64(w.id))][: script.lengths[script.of(np.int64(w.id))]]
         assert w.tokens[: len(opening)].tolist() == opening.tolist()
@@ -268,6 +268,9 @@ def small_files(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+# orbax raises in its own threads and tasks too, where nobody can catch it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_leaves_the_earlier_checkpoint(tiny, text, finished, tmp_path, monkeypatch):
     folder, real = tmp_path / "run", loop.StateFiles.save
 
@@ -309,18 +312,18 @@ def test_parts_and_devices_change_rounding_only(tiny, model, text, finished, tmp
 
 def accept_length(tiny, drafter, text):
     """τ of the real engine on prompts of the text, sampled at temperature 1."""
-    llm = LLM(tiny, drafter, context_length=128)
-    prompts = [c.tokens[: c.spans[0, 0]].tolist() for c in (Text([text])[i] for i in range(24))]
-    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=32, ignore_eos=True) for i in range(24)]
+    llm = LLM(tiny, drafter, context_length=128, row_buckets=(8,), token_tiers=(48,))
+    prompts = [c.tokens[: c.spans[0, 0]].tolist() for c in (Text([text])[i] for i in range(16))]
+    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=48, ignore_eos=True) for i in range(16)]
     outputs = llm.generate(prompts, [replace(p, speculative_sampling="rejection") for p in params])
     return sum(o.completion_tokens - 1 for o in outputs) / sum(o.steps for o in outputs)
 
 
-@pytest.mark.parametrize("algorithm", ["DSPARK", "EAGLE3"])
+@pytest.mark.parametrize("algorithm", ["DSPARK", pytest.param("EAGLE3", marks=pytest.mark.slow)])
 def test_a_minute_of_training_raises_the_accept_length(tiny, text, tmp_path, algorithm):
     layers = (0, 1, 2, 3, 4) if algorithm == "EAGLE3" else (1, 3, 4)
     shape = replace(SHAPE, algorithm=algorithm, target_layer_ids=layers)
-    config = replace(CONFIG, drafter=shape, steps=100)
+    config = replace(CONFIG, drafter=shape, steps=70)
     if algorithm == "EAGLE3":
         from jspark.train.config import loss_weights
 
