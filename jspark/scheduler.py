@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -16,13 +16,17 @@ from jspark.errors import UserError
 from jspark.kv import PageAllocator
 from jspark.request import AUTO_TOKENS, Request, Stats, TokenLogprob
 
+if TYPE_CHECKING:
+    from jspark.grammar import Matcher
+
 
 @dataclass(eq=False)
 class Running:
     """A request that holds a slot and its pages.
 
     prefilled: prompt tokens handed to the device; the last prompt token is the first anchor, so a prompt of n
-    has n − 1 to prefill. in_flight: decode steps dispatched and not collected.
+    has n − 1 to prefill. in_flight: decode steps dispatched and not collected. matcher: where the answer stands in
+    its grammar, which has taken in all collected tokens.
     """
 
     request: Request
@@ -37,6 +41,7 @@ class Running:
     tokens: int = 0
     first_token: float = 0.0
     stats: Stats = field(default_factory=Stats)
+    matcher: Matcher | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property

@@ -18,7 +18,7 @@ from jspark.request import Request, SamplingParams
 from jspark.verify import forward
 
 TARGETS = ["qwen3_tiny", "qwen3_tiny_tied", "llama_tiny"]
-DSPARK = sorted(p.name for p in GOLDENS.glob("dspark_*"))
+DSPARK = sorted(p.name for p in GOLDENS.glob("dspark_*") if p.name != "dspark_loss")
 DFLASH = sorted(p.name for p in GOLDENS.glob("dflash_*"))
 EAGLE3 = sorted(p.name for p in GOLDENS.glob("eagle3_*"))
 
@@ -116,8 +116,8 @@ class Recorder:
         )
         return proposal
 
-    def verify(self, shape, pools, slots, args, proposal, tables):
-        pools, slots, tables, packet = self.programs.verify(shape, pools, slots, args, proposal, tables)
+    def verify(self, shape, pools, slots, args, proposal, tables, mask):
+        pools, slots, tables, packet = self.programs.verify(shape, pools, slots, args, proposal, tables, mask)
         if proposal is not None:
             self.steps[-1] |= {
                 "count": int(packet.count[0]),
