@@ -28,13 +28,14 @@ from jspark.logprobs import Logprobs, told
 from jspark.mask import Mask, host_mask
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
+from jspark.pallas.ragged_attention import Segments, Tiles
 from jspark.programs import Programs, ProposeShape, VerifyShape, at_least, ladder
 from jspark.propose import Proposal
 from jspark.record import Observer, StepRecord
 from jspark.request import LOGPROB_STEPS, FinishReason, Request, Update
 from jspark.scheduler import Chunk, Running, Scheduler, Waiting, Work
-from jspark.sizing import run_time_block_size, sized
-from jspark.state import Packet, Prefill, StepArgs, Tiles, empty_slots
+from jspark.sizing import attention, least_tokens, run_time_block_size, sized
+from jspark.state import Packet, Prefill, StepArgs, empty_slots
 from jspark.step import Pools, Sampling, Spec
 
 #: Rows of a prefill tile in the attention fallback, when several prompts share a chunk.
@@ -86,6 +87,8 @@ class Engine:
             page_size=config.page_size,
         )
         self.config = config = sized(config, spec, self.mesh)
+        spec = replace(spec, attention=attention(config, spec, self.mesh))
+        self._kernels = spec.attention.kernels
         self._sts = None if sts is None else Temperatures.of(sts).table(self.block_size)
         self.policy = policy or Full()
         self.cost = cost
@@ -113,8 +116,11 @@ class Engine:
         )
         self._vocab_size = target_config.vocab_size
         most_pages, chunk = self.scheduler.table.shape[1], config.chunked_prefill_size
+        self.least_tokens = least_tokens(self.mesh)
         self._tile = min(TILE, chunk)
-        self._page_steps = ladder(most_pages if config.single_shapes else max(1, 256 // size), most_pages)
+        # The reference gathers whole tables; a kernel reads only what it needs of one.
+        widest = config.single_shapes or self._kernels
+        self._page_steps = ladder(most_pages if widest else max(1, 256 // size), most_pages)
         self._chunk_steps = ladder(chunk if config.single_shapes else self._tile, chunk)
         self._overlap = (
             config.overlap if config.overlap is not None else self.mesh.devices.flat[0].platform != "cpu"
@@ -227,7 +233,8 @@ class Engine:
         sampling = _sampling(rows)
         # A fresh row has no features to draft from: its first token comes from its anchor alone.
         drafts = self.block_size > 0 and any((r.tokens or r.in_flight) and _drafts(r) for r in work.decode)
-        plan, verify_tokens = self._plan(work, count) if drafts else (Plan(budget=0), count)
+        fewest = max(count, self.least_tokens)
+        plan, verify_tokens = self._plan(work, count) if drafts else (Plan(budget=0), fewest)
         args, pages, prefill = self._arguments(work, count, plan, verify_tokens)
         tables = self._tables.take(penalties=sampling.penalties, steering=sampling.steering)
         proposal = None
@@ -289,7 +296,8 @@ class Engine:
                 if self.scheduler.generation[running.slot] == generation:
                     self._confidence[running.slot] = values
         decode, width = len(work.decode), self.block_size + 1
-        tiers = (*(t for t in self.config.token_tiers if count <= t < count * width), count * width)
+        most = max(count * width, self.least_tokens)
+        tiers = (*(t for t in self.config.token_tiers if max(count, self.least_tokens) <= t < most), most)
         logits = self._confidence[[r.slot for r in work.decode]]
         if self._sts is not None:
             logits = logits / self._sts[[int(r.request.params.temperature > 0) for r in work.decode]]
@@ -316,7 +324,7 @@ class Engine:
         tier = at_least(tiers, decode + wanted)
         # The tier is filled: rows that padding would take cost nothing.
         plan = replace(plan, budget=tier - decode)
-        return plan, tier if self.config.verify_mode == "compact" else count * width
+        return plan, tier if self.config.verify_mode == "compact" else most
 
     def _arguments(
         self, work: Work, count: int, plan: Plan, verify_tokens: int
@@ -360,36 +368,47 @@ class Engine:
         tile = self._tile
         needed = sum(-(-size // tile) for size in sizes)
         # Many short prompts need more tiles than their tokens alone would.
-        total = next(s for s in self._chunk_steps if s >= sum(sizes) and self._tiles(s) >= needed)
+        enough = (s for s in self._chunk_steps if self._kernels or self._tiles(s) >= needed)
+        total = next(s for s in enough if s >= sum(sizes))
+        row_of = {id(r): i for i, r in enumerate(work.rows)}
+        rows = [row_of[id(c.running)] for c in chunks]
+        ends = np.cumsum(sizes)
+        tokens = np.zeros(total, np.int32)
+        positions, following = np.zeros(total, np.int32), np.zeros(total, np.int32)
+        row = np.full(total, count, np.int32)
+        for chunk, r, end in zip(chunks, rows, ends, strict=True):
+            where = slice(end - (chunk.stop - chunk.start), end)
+            tokens[where] = chunk.running.request.prompt[chunk.start : chunk.stop]
+            positions[where] = np.arange(chunk.start, chunk.stop)
+            following[where] = chunk.running.request.prompt[chunk.start + 1 : chunk.stop + 1]
+            row[where] = r
+        fields: dict[str, Any] = {"tokens": tokens, "positions": positions, "row": row}
+        if self._chain or any(c.running.request.params.prompt_logprobs is not None for c in chunks):
+            fields["following"] = following
+        if self._kernels:
+            pads = (0, count - len(chunks))
+            arrays: dict[str, Any] = {
+                "start": np.pad(np.concatenate([[0], ends]), pads, mode="edge").astype(np.int32),
+                "row": np.pad(rows, pads).astype(np.int32),
+                "length": np.pad([c.stop for c in chunks], pads).astype(np.int32),
+            }
+            segments = Segments(**arrays, max_rows=total)
+            return Prefill(**fields, tiles=None, segments=segments), (total, 0, 0)
         tiles = self._tiles(total)
         if len(chunks) == 1 and total > tile:
             # One prompt: its pages are gathered once, not once a tile.
             tiles, tile = 1, total
-        row_of = {id(r): i for i, r in enumerate(work.rows)}
-        tokens = np.zeros(total, np.int32)
-        positions, following = np.zeros(total, np.int32), np.zeros(total, np.int32)
-        row = np.full(total, count, np.int32)
         index = np.full((tiles, tile), verify_tokens + total, np.int32)
         tile_row = np.zeros(tiles, np.int32)
-        start = used = 0
-        for chunk in chunks:
-            size = chunk.stop - chunk.start
-            where = slice(start, start + size)
-            tokens[where] = chunk.running.request.prompt[chunk.start : chunk.stop]
-            positions[where] = np.arange(chunk.start, chunk.stop)
-            following[where] = chunk.running.request.prompt[chunk.start + 1 : chunk.stop + 1]
-            row[where] = row_of[id(chunk.running)]
+        used = 0
+        for size, r, end in zip(sizes, rows, ends, strict=True):
             for first in range(0, size, tile):
                 here = min(tile, size - first)
-                index[used, :here] = verify_tokens + start + first + np.arange(here)
-                tile_row[used] = row_of[id(chunk.running)]
+                index[used, :here] = verify_tokens + end - size + first + np.arange(here)
+                tile_row[used] = r
                 used += 1
-            start += size
         rectangles: dict[str, Any] = {"index": index, "row": tile_row}
-        fields: dict[str, Any] = {"tokens": tokens, "positions": positions, "row": row}
-        if self._chain or any(c.running.request.params.prompt_logprobs is not None for c in chunks):
-            fields["following"] = following
-        return Prefill(**fields, tiles=Tiles(**rectangles)), (total, tiles, tile)
+        return Prefill(**fields, tiles=Tiles(**rectangles), segments=None), (total, tiles, tile)
 
     def _collect(self, flight: Flight) -> list[Update]:
         """Results of a step: tokens out, figures, finished requests' slots and pages back."""
