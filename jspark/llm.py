@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from jspark import probe, programs
 from jspark.answer import Answer, Delta, Output
 from jspark.budget import Full, Policy, Threshold, parse_policy
-from jspark.calibration import Temperatures
+from jspark.calibration import Temperatures, read_temperatures
 from jspark.chat_template import read_template
 from jspark.config import Algorithm, DType, EngineConfig, VerifyMode
 from jspark.engine import Engine
@@ -103,8 +103,13 @@ class LLM:
             if not isinstance(path, str | PathLike | Target | None) or (what, path) == ("model", None):
                 raise UserError(f"{what} is {path!r}; it must be the path of a checkpoint")
         spec = None if draft is None else fspath(draft)
-        found = find_drafter(spec, speculative_algorithm, draft_anchor_predicts, draft_revision, offline)
+        name = model.name if isinstance(model, Target) else fspath(model)
+        found = find_drafter(
+            spec, speculative_algorithm, draft_anchor_predicts, draft_revision, offline, target=name
+        )
         self._refuse_unused(found, engine.get("block_size"), mode, sts)
+        if sts is None and found and found.calibration and not engine.get("block_size"):
+            sts = read_temperatures(found.calibration)
         self._sts, self._observer = sts, observer
         template = None if chat_template is None else read_template(chat_template)
         programs.use_compilation_cache()
