@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import httpx
+import openai
 
 from jspark.llm import LLM
 from serve.server import Server
@@ -86,6 +87,13 @@ def _status(address: str) -> int:
         return httpx.get(f"{address}/health").status_code
     except httpx.HTTPError:
         return 0
+
+
+@contextlib.contextmanager
+def client_of(run: Running, key: str = "none") -> Iterator[openai.OpenAI]:
+    """The openai package's client, without its own retries."""
+    with openai.OpenAI(base_url=f"{run.address}/v1", api_key=key, max_retries=0, timeout=120) as client:
+        yield client
 
 
 def events(response: httpx.Response) -> list[str]:

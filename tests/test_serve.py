@@ -13,7 +13,7 @@ from openai.types import Completion, CompletionUsage, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.shared import ErrorObject
 from prometheus_client.parser import text_string_to_metric_families
-from serving import events, running
+from serving import client_of, events, running
 from test_llm import BEGINNING, EOS, PIECES, SIZES, golden
 from text_model import text_model
 
@@ -56,8 +56,9 @@ def server(llm, wanted, tmp_path_factory):
 
 
 @pytest.fixture
-def client(server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120)
+def client(server):
+    with client_of(server) as client:
+        yield client
 
 
 def post(server, path: str, **body) -> httpx.Response:

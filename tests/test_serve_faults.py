@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import httpx
 import openai
 import pytest
-from serving import FLAGS, events, running
+from serving import FLAGS, client_of, events, running
 from test_llm import EOS, PIECES, SIZES
 from text_model import text_model
 
@@ -128,8 +128,7 @@ def test_a_stop_string_ends_its_row_too(llm):
 
 
 def test_a_full_queue_refuses_with_429(llm):
-    with running(llm, max_queued_requests=1) as run, slow(llm):
-        client = openai.OpenAI(base_url=f"{run.address}/v1", api_key="x", max_retries=0)
+    with running(llm, max_queued_requests=1) as run, slow(llm), client_of(run) as client:
         with ThreadPoolExecutor(3) as pool:
             busy = [
                 pool.submit(httpx.post, f"{run.address}/v1/completions", json=LONG, timeout=60) for _ in range(3)
@@ -153,10 +152,10 @@ def test_keys(llm, monkeypatch):
     monkeypatch.setenv("JSPARK_API_KEY", "from-the-environment")
     with running(llm, api_key=("one", "two")) as run:
         for key in ("one", "two", "from-the-environment"):
-            client = openai.OpenAI(base_url=f"{run.address}/v1", api_key=key)
-            assert client.models.list().data[0].id == "model"
-        with pytest.raises(openai.AuthenticationError) as refused:
-            openai.OpenAI(base_url=f"{run.address}/v1", api_key="three").models.list()
+            with client_of(run, key) as client:
+                assert client.models.list().data[0].id == "model"
+        with client_of(run, "three") as client, pytest.raises(openai.AuthenticationError) as refused:
+            client.models.list()
         assert refused.value.code == "invalid_api_key"
         assert httpx.get(f"{run.address}/server_info").status_code == 401
         assert httpx.get(f"{run.address}/metrics").status_code == 200
@@ -227,8 +226,7 @@ def test_shutting_down_lets_answers_end(llm):
 
 
 def test_shutting_down_does_not_wait_forever(llm):
-    with running(llm, drain_seconds=0.1) as run, slow(llm, 0.1):
-        client = openai.OpenAI(base_url=f"{run.address}/v1", api_key="x", max_retries=0)
+    with running(llm, drain_seconds=0.1) as run, slow(llm, 0.1), client_of(run) as client:
         pieces = client.completions.create(model="model", prompt="abc", max_tokens=108, stream=True)
         next(iter(pieces))
         run.call(run.server.stop)
@@ -238,10 +236,9 @@ def test_shutting_down_does_not_wait_forever(llm):
 
 def test_a_dead_engine_is_told_to_all(llm, goldens, capfd):
     own = LLM(llm.target, str(goldens / "dspark_qwen3_tiny_vanilla_trained"), **SIZES)
-    with running(own) as run, slow(own):
+    with running(own) as run, slow(own), client_of(run) as client:
         with ThreadPoolExecutor(2) as pool:
             waiting = pool.submit(httpx.post, f"{run.address}/v1/completions", json=LONG, timeout=60)
-            client = openai.OpenAI(base_url=f"{run.address}/v1", api_key="x", max_retries=0)
             pieces = client.completions.create(model="model", prompt="abc", max_tokens=108, stream=True)
             next(iter(pieces))
             run.wait(lambda: run.server.engine.load.running == 2)
