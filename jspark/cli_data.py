@@ -61,6 +61,9 @@ class Data:
 
     def run(self) -> int:
         """Writes the text."""
+        from jspark.train import check_installed
+
+        check_installed()
         from jspark import programs
         from jspark.bench.report import show
         from jspark.loading import load_target

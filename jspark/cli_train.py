@@ -87,6 +87,9 @@ class Train:
         """Trains and exports."""
         import jax
 
+        from jspark.train import check_installed
+
+        check_installed()
         from jspark import programs
         from jspark.bench.ceilings import matmul_rate
         from jspark.bench.report import show

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
 from jspark.errors import UserError
@@ -131,11 +130,3 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def _first_line(e: Exception) -> str:
     return (str(e).splitlines() or [type(e).__name__])[0][:200]
-
-
-def same_bits(a: TrainState, b: TrainState) -> bool:
-    """Whether two states are equal in every bit."""
-    return all(
-        np.array_equal(np.asarray(x), np.asarray(y), equal_nan=True)
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )

@@ -60,6 +60,7 @@ def write_text(
     left = [i for i in range(next_id) if i not in done]
     count = _ENDLESS if script.asks else len(script.lengths)
     writer = Writer(target.model, target.config, script, writing)
+    check_memory(writer, target)
     started, written, conversations, first = time.perf_counter(), 0, 0, None
     columns = (
         TextColumn("{task.description}"),
@@ -112,6 +113,17 @@ def write_text(
         raise UserError("no conversation was kept; allow shorter answers, or look at what the target writes")
     folder.close(report)
     return report
+
+
+def check_memory(writer: Writer, target: Target) -> None:
+    """Raises UserError where the caches of so many rows would not fit the device."""
+    memory = target.mesh.devices.flat[0].memory_stats() or {}
+    room = memory.get("bytes_limit", 0) - memory.get("bytes_in_use", 0)
+    if memory and writer.cache_bytes > room:
+        raise UserError(
+            f"the rows' caches take {writer.cache_bytes / 1e9:.1f} GB and {room / 1e9:.1f} GB are free; lower "
+            "--rows or --max-answer-tokens"
+        )
 
 
 def store_conversations(

@@ -4,8 +4,8 @@ Knows: how a row goes from its script over a question to an answer and starts ag
 layers and sampling are the engine's own: a conversation is what the engine gives for the same prompt and seed.
 Does not know: chat templates (conversations.py), which conversations are kept (select.py), or files.
 
-Why not the engine: at 1,024 rows its host loop takes longer than the device's step, and nothing here needs what
-that loop does (arrivals, streams, prefix pages).
+Why not the engine: its host works for every row of every step (arrivals, streams, pages), and nothing here needs
+that; a program of its own leaves rows by the thousand to the device.
 """
 
 from __future__ import annotations
