@@ -164,7 +164,7 @@ class Api:
         llm, speculation = self.engine.llm, self.engine.speculation
         config = llm.engine.config
         drafts, tokens, accepted, positions = speculation.snapshot()
-        load = self.engine.load
+        load, metrics = self.engine.load, self.engine.metrics
         return _json(
             {
                 "version": jspark.__version__,
@@ -193,9 +193,12 @@ class Api:
                         "num_accepted_tokens_per_pos": positions,
                         "num_running_reqs": load.running,
                         "num_queue_reqs": load.waiting,
+                        "num_live_reqs": self.engine.live,
                         "free_pages": load.free,
                         "pages": load.pages,
                         "steps": load.steps,
+                        "event_loop_lag_max_seconds": metrics.lag_max if metrics else 0.0,
+                        "thread_cpu_seconds": metrics.cpu_seconds if metrics else {},
                     }
                 ],
             }

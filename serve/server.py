@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 #: Seconds that a server whose engine has failed still answers, so that probes see it.
 FAILED_SECONDS = 3.0
 _KEEP_ALIVE = 60
+#: Seconds between two looks at how late the event loop is.
+_HEARTBEAT = 0.02
 
 
 class Server:
@@ -62,6 +64,7 @@ class Server:
         )
         self._uvicorn = _Uvicorn(config)
         self._ending: asyncio.Task | None = None
+        self._heart: asyncio.Task | None = None
 
     def run(self) -> int:
         """Serves until a signal, or until the engine fails; the exit code.
@@ -88,8 +91,9 @@ class Server:
         try:
             await self._uvicorn.serve(sockets=[self.socket])
         finally:
-            if self._ending:
-                self._ending.cancel()
+            for task in (self._ending, self._heart):
+                if task:
+                    task.cancel()
             self.engine.close()
             self.socket.close()
             await asyncio.to_thread(self.engine.join, 10)
@@ -127,6 +131,7 @@ class Server:
         elif engine.state == "ready":
             report = engine.llm.engine.programs.report
             seconds = time.perf_counter() - self._started
+            self._heart = asyncio.ensure_future(self._beat())
             self._say(
                 f"ready after {seconds:.1f} s: {report.programs} programs made ready in {report.seconds:.1f} s, "
                 f"others at their first use; the API is at {self._address}/v1"
@@ -135,6 +140,14 @@ class Server:
             if not isinstance(engine.problem, UserError):
                 self._say("the engine has failed; shutting down")
             self._ending = asyncio.ensure_future(self._fail())
+
+    async def _beat(self) -> None:
+        """Measures how late the event loop is, and what it costs."""
+        assert self.engine.metrics is not None
+        while True:
+            due = time.perf_counter() + _HEARTBEAT
+            await asyncio.sleep(_HEARTBEAT)
+            self.engine.metrics.beat(time.perf_counter() - due, time.thread_time(), self.engine.load.cpu_seconds)
 
     def _metrics(self, llm: LLM, engine: DeviceLoop) -> Metrics:
         def load() -> tuple[int, int, float]:

@@ -269,7 +269,7 @@ def test_the_process_from_start_to_sigterm(llm, goldens, tmp_path):
     """The command itself: start-up lines, a client, SIGTERM under load, exit codes."""
     model = text_model(goldens / "qwen3_tiny", tmp_path / "model", PIECES, EOS)
     words = ["serve", "--model-path", str(model), "--port", "0", "--max-running-requests", "2"]
-    words += ["--context-length", "2048", "--served-model-name", "tiny"]
+    words += ["--context-length", "512", "--served-model-name", "tiny"]
     process = subprocess.Popen(
         [sys.executable, "-m", "jspark", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -284,13 +284,13 @@ def test_the_process_from_start_to_sigterm(llm, goldens, tmp_path):
         assert "model tiny (qwen3, float32)" in start
         assert "KV cache" in start
         address = start.split("listening on ")[1].split(";")[0]
-        body = LONG | {"model": "tiny", "max_tokens": 1000}
+        body = LONG | {"model": "tiny", "max_tokens": 400}
         with ThreadPoolExecutor(4) as pool:
             busy = [pool.submit(httpx.post, f"{address}/v1/completions", json=body, timeout=120) for _ in range(4)]
             while 'requests_running{model_name="tiny"} 2.0' not in httpx.get(f"{address}/metrics").text:
                 time.sleep(0.01)
             process.send_signal(signal.SIGTERM)
-            assert [b.result().json()["usage"]["completion_tokens"] for b in busy] == [1000] * 4
+            assert [b.result().json()["usage"]["completion_tokens"] for b in busy] == [400] * 4
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
         log = [json.loads(line) for line in out.splitlines()]
