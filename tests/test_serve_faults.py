@@ -73,14 +73,14 @@ def watched_aborts(run, count):
         del loop._forget, engine.abort
 
 
-def raw(run, body: dict, path: str = "/v1/completions") -> socket.socket:
-    """A connection on which a request has been sent and nothing read."""
+def raw(run, body: dict, path: str = "/v1/completions", buffer: int | None = None) -> socket.socket:
+    """A connection on which a request has been sent and nothing read. buffer: bytes that it takes unread."""
     data = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    )
-    connection = socket.create_connection(("127.0.0.1", run.server.port))
-    connection.sendall(head.encode() + data)
+    connection = socket.socket()
+    if buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.connect(("127.0.0.1", run.server.port))
+    connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
     return connection
 
 
@@ -180,15 +180,28 @@ def test_limits_of_bodies_prompts_and_time(llm):
             run.assert_free()
 
 
-def test_a_slow_reader_holds_up_nobody(llm):
-    """It keeps neither slot nor pages, and what is unsent is bounded by its answer."""
-    with running(llm) as run:
-        with raw(run, LONG | {"stream": True, "return_token_ids": True}):
-            run.wait(lambda: run.server.engine.load.steps > 0)
+def test_a_slow_reader_holds_up_nobody(llm, tmp_path):
+    """It keeps neither slot nor pages, and what is made ready for it to read is bounded."""
+    log = tmp_path / "log"
+    with running(llm, access_log=str(log)) as run:
+        # Small buffers of the operating system: 2 MB of chunks do not fit.
+        run.server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        sampling = {"temperature": 0, "max_new_tokens": 100, "ignore_eos": True}
+        body = {"text": "abc", "sampling_params": sampling, "stream": True, "return_logprob": True}
+        with raw(run, body | {"top_logprobs_num": 2}, "/generate", buffer=4096) as connection:
+            assert b"200 OK" in connection.recv(200)
             done = httpx.post(f"{run.address}/v1/completions", json=SHORT, timeout=60)
             assert done.status_code == 200
             run.assert_free()
-        run.assert_free()
+            [held] = [
+                c.transport.get_write_buffer_size()
+                for c in run.server._uvicorn.server_state.connections
+                if c.transport.get_write_buffer_size()
+            ]
+            assert held < 200_000
+            assert "/generate" not in log.read_text()
+        run.wait(lambda: "/generate" in log.read_text())
+        assert json.loads(log.read_text().splitlines()[-1])["status"] == 200
 
 
 def test_the_server_is_not_ready_before_the_model_is(llm):
