@@ -50,6 +50,7 @@ def test_requests_made_from_the_servers_own_description(server):
     # Values that fit the description can still be refused: no schema says that a prompt fits the context.
     command += ["--checks", "all", "--exclude-checks", "positive_data_acceptance", "--continue-on-failure"]
     command += ["--phases", "examples,coverage,fuzzing", "--max-examples", "25", "--request-timeout", "120"]
+    command += ["--max-response-time", "120"]
     command += ["--suppress-health-check", "all", "--exclude-path", "/flush_cache"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-5000:]

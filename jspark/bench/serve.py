@@ -256,6 +256,7 @@ def started(flags: str) -> Iterator[tuple[str, int]]:
     words = [sys.executable, "-m", "jspark", "serve", *shlex.split(flags), "--port", "0", "--access-log", "none"]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
+    reader = None
     try:
         lines, address = [], None
         for line in process.stderr:
@@ -267,12 +268,16 @@ def started(flags: str) -> Iterator[tuple[str, int]]:
         else:
             raise UserError(f"the server did not start: {lines[-1] if lines else 'it said nothing'}")
         # Its later lines are few, and must not fill the pipe.
-        threading.Thread(target=process.stderr.read, daemon=True).start()
+        reader = threading.Thread(target=process.stderr.read, daemon=True)
+        reader.start()
         assert address is not None
         yield address, process.pid
     finally:
         process.terminate()
         process.wait(60)
+        if reader is not None:
+            reader.join(10)
+        process.stderr.close()
 
 
 def draw(results: report.Record, axes: Axes) -> None:
