@@ -155,11 +155,21 @@ class DeviceLoop:
         """Answers in progress, waiting ones included."""
         return len(self._live)
 
+    @property
+    def alive(self) -> bool:
+        """The thread runs."""
+        return self._thread.is_alive()
+
     def check_room(self, answers: int) -> None:
-        """Raises Unavailable or Full when `answers` more cannot be taken now."""
+        """Raises Unavailable or Full when `answers` more cannot be taken now, UserError when they never can."""
         if self.state != "ready":
             raise Unavailable(self.why)
         slots = self.llm.engine.config.max_running_requests
+        if answers > slots + self._max_queued:
+            raise UserError(
+                f"{answers} answers were asked for at a time, and this server holds {slots} and "
+                f"{self._max_queued} waiting ones; ask for fewer"
+            )
         # A burst into free slots does not wait; what the engine itself left waiting does, whatever slots are free.
         waiting = max(self.load.waiting, len(self._live) - slots)
         if len(self._live) + answers > slots + self._max_queued or (waiting > 0 and waiting >= self._max_queued):

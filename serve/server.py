@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -55,7 +57,6 @@ class Server:
         gate = Gate(self.api.app, flags.keys, self._log, self._answered)
         config = uvicorn.Config(
             gate,
-            loop="asyncio",
             lifespan="off",
             log_level="error",
             access_log=False,
@@ -75,7 +76,9 @@ class Server:
         Raises:
             UserError: the model cannot be loaded.
         """
-        asyncio.run(self._main(signals=True))
+        # uvloop, where it is installed.
+        with asyncio.Runner(loop_factory=self._uvicorn.config.get_loop_factory()) as runner:
+            runner.run(self._main(signals=True))
         problem = self.engine.problem
         if isinstance(problem, UserError):
             raise problem
@@ -201,7 +204,13 @@ def describe(llm: LLM) -> list[str]:
 def serve(load: Callable[[Observer], LLM], flags: ServerFlags) -> int:
     """Runs a server in this process, its start-up lines on stderr; the exit code."""
     console = Console(stderr=True, highlight=False)
-    return Server(load, flags, lambda line: console.print(line, soft_wrap=True, markup=False)).run()
+    server = Server(load, flags, lambda line: console.print(line, soft_wrap=True, markup=False))
+    code = server.run()
+    if server.engine.alive:
+        # It compiles, say: the interpreter would pull the ground from under it.
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 def _steps(steps: tuple[int, ...]) -> str:
