@@ -1,61 +1,74 @@
-"""Host-side planning of one step: who runs, which prompt tokens are prefilled, how many pages are looked at.
+"""Host-side planning of one step: who runs, which prompt tokens are prefilled, which pages each row owns.
 
-Knows: waiting and running requests, slots, pages; first come, first served.
+Knows: waiting and running requests, slots, pages ahead of need, the prefix cache, preemption; first come, first
+served.
 Does not know: arrays on the device, programs, policies or results (engine.py).
 """
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jspark.errors import UserError
 from jspark.kv import PageAllocator
+from jspark.prefix_cache import PrefixCache
 from jspark.request import Request, Stats
 
 
 @dataclass(eq=False)
 class Running:
-    """A request that holds a slot and its pages.
+    """A request from its arrival to its end. It waits without slot and pages, at first and after preemption.
 
-    prefilled: prompt tokens handed to the device; the last prompt token is the first anchor, so a prompt of n
-    has n − 1 to prefill. in_flight: decode steps dispatched and not collected.
+    tokens: the prompt and what was committed. limit: tokens it may commit in all. admission: a number of its own
+    for every time it gets a slot, so that results from before a preemption are recognised. start: tokens it had
+    then. prefilled: tokens whose keys and values are in its pages as far as dispatched; the last token is the
+    anchor, so n tokens have n − 1 to prefill. in_flight: decode steps dispatched and not collected.
     """
 
     request: Request
-    slot: int
-    pages: list[int]
     limit: int
-    admitted: float
+    arrival: int
+    tokens: list[int]
+    arrived: float
+    slot: int = -1
+    admission: int = 0
+    pages: list[int] = field(default_factory=list)
+    start: int = 0
     prefilled: int = 0
     in_flight: int = 0
     decoding: bool = False
     finished: bool = False
-    tokens: int = 0
     first_token: float = 0.0
     stats: Stats = field(default_factory=Stats)
 
     @property
     def left(self) -> int:
-        """Prompt tokens still to prefill."""
-        return len(self.request.prompt) - 1 - self.prefilled
+        """Tokens still to prefill."""
+        return self.start - 1 - self.prefilled
+
+    @property
+    def committed(self) -> int:
+        """Tokens committed so far, as far as the host knows."""
+        return len(self.tokens) - len(self.request.prompt)
 
     @property
     def position(self) -> int:
         """Where the anchor stands, as far as the host knows."""
-        return len(self.request.prompt) - 1 + self.tokens
+        return len(self.tokens) - 1
 
     @property
     def may_commit(self) -> bool:
         """Another step can commit something: every step in flight commits at least one token."""
-        return self.tokens + self.in_flight < self.limit
+        return self.committed + self.in_flight < self.limit
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Prompt tokens start..stop of a row, to be prefilled in this step."""
+    """Tokens start..stop of a row, to be prefilled in this step."""
 
     running: Running
     start: int
@@ -77,19 +90,38 @@ class Work:
 
 
 class Scheduler:
-    """Slots, pages and the queue."""
+    """Slots, pages and the queue.
 
-    def __init__(self, slots: int, allocator: PageAllocator, context_length: int, chunk: int, overhang: int):
+    Requests are admitted in the order they came, and none overtakes another: the first one waits until its prompt
+    fits. Pages are taken ahead of need, a step at a time. When they run out, the prefix cache gives up its
+    longest unused ones, then the request that came last is preempted: it waits at its place in the queue and
+    computes its tokens' keys and values again. The request that came first is never preempted, so every request
+    ends. lookahead: see PrefixCache; None is no prefix cache.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        allocator: PageAllocator,
+        context_length: int,
+        chunk: int,
+        overhang: int,
+        lookahead: int | None = 0,
+    ):
         self.allocator = allocator
         self.context_length = context_length
-        self.waiting: deque[Request] = deque()
+        self.cache = None if lookahead is None else PrefixCache(allocator, lookahead)
+        self.waiting: list[Running] = []
         self.running: dict[int, Running] = {}
-        self.generation = np.zeros(slots + 1, np.int64)
+        self.preemptions = 0
         self.table = np.zeros((slots + 1, allocator.pages_for(context_length + overhang)), np.int32)
+        self._lookahead = lookahead or 0
         self._chunk = chunk
         # Windows reach past the last token that can be committed; their rows need a place too.
         self._overhang = overhang
         self._free_slots = list(range(slots - 1, -1, -1))
+        self._arrivals = itertools.count()
+        self._admissions = itertools.count(1)
 
     def check(self, request: Request) -> int:
         """The number of tokens `request` may commit.
@@ -112,7 +144,7 @@ class Scheduler:
                 f"and max_tokens is {params.max_tokens}: lower it, or shorten the prompt"
             )
         limit = room if params.max_tokens is None else params.max_tokens
-        pages = self._pages(request, limit)
+        pages = self._most_pages(prompt, limit)
         if pages > self.allocator.capacity:
             raise UserError(
                 f"a prompt of {prompt} tokens with {limit} to generate needs {pages} KV pages and the pool has "
@@ -120,40 +152,113 @@ class Scheduler:
             )
         return limit
 
-    def _pages(self, request: Request, limit: int) -> int:
-        return self.allocator.pages_for(len(request.prompt) + limit + self._overhang)
+    def _most_pages(self, prompt: int, limit: int) -> int:
+        return self.allocator.pages_for(prompt + limit + self._overhang)
 
-    def admit(self, now: float) -> list[Running]:
-        """Moves waiting requests into free slots while pages for their whole length are free."""
+    def add(self, request: Request, limit: int, now: float) -> None:
+        """Queues a request that `check` let through."""
+        self.waiting.append(Running(request, limit, next(self._arrivals), list(request.prompt), now))
+
+    # ── slots and pages ───────────────────────────────────────────────────────────────────────────────────────
+
+    def admit(self) -> list[Running]:
+        """Moves waiting requests into free slots while the pages of their first step are free.
+
+        A page for each running request is left over, so that the newcomer is not preempted at once.
+        """
         admitted = []
         while self.waiting and self._free_slots:
-            request = self.waiting[0]
-            limit = self.check(request)
-            need = self._pages(request, limit)
-            if need > self.allocator.free:
+            running = self.waiting[0]
+            known, size = len(running.tokens), self.allocator.page_size
+            need = self._pages(running, known + self._overhang)
+            shared = [] if self.cache is None else self.cache.match(running.tokens, (known - 1) // size)
+            own = need - len(shared)
+            if not self._make_room(own + len(self.running)):
+                self.allocator.give_back(shared)
                 break
-            self.waiting.popleft()
-            slot = self._free_slots.pop()
-            running = Running(request, slot, self.allocator.take(need), limit, now)
-            self.generation[slot] += 1
-            self.table[slot] = 0
-            self.table[slot, : len(running.pages)] = running.pages
-            self.running[request.id] = running
+            del self.waiting[0]
+            running.slot, running.admission = self._free_slots.pop(), next(self._admissions)
+            running.pages = shared + self.allocator.take(own)
+            running.start, running.prefilled = known, len(shared) * size
+            running.in_flight, running.decoding = 0, False
+            if self.cache is not None:
+                self.cache.count(known, running.prefilled)
+            if running.committed == 0:
+                running.stats.cached_tokens = running.prefilled
+            self.table[running.slot] = 0
+            self.table[running.slot, :need] = running.pages
+            self.running[running.request.id] = running
             admitted.append(running)
         return admitted
 
     def release(self, running: Running) -> None:
         """Gives slot and pages back; a step in flight may still write there, before any later owner does."""
         running.finished = True
-        del self.running[running.request.id]
+        self._vacate(running)
+
+    def drop(self, request_id: int) -> None:
+        """Forgets a request wherever it is; unknown ids are ignored."""
+        if request_id in self.running:
+            self.release(self.running[request_id])
+        self.waiting = [r for r in self.waiting if r.request.id != request_id]
+
+    def _vacate(self, running: Running) -> None:
+        self._remember(running, running.position if running.decoding else running.prefilled)
         self.allocator.give_back(running.pages)
         self._free_slots.append(running.slot)
+        running.slot, running.pages = -1, []
+        del self.running[running.request.id]
+
+    def _remember(self, running: Running, computed: int) -> None:
+        """Puts the whole pages of the first `computed` tokens into the prefix cache: later steps don't touch them."""
+        if self.cache is not None:
+            whole = running.pages[: computed // self.allocator.page_size]
+            self.cache.insert(running.tokens[: computed + self._lookahead], whole)
+
+    def _pages(self, running: Running, tokens: int) -> int:
+        most = len(running.request.prompt) + running.limit + self._overhang
+        return self.allocator.pages_for(min(tokens, most))
+
+    def _make_room(self, pages: int) -> bool:
+        if self.allocator.free >= pages:
+            return True
+        if self.cache is None or self.allocator.free + self.allocator.idle < pages:
+            return False
+        return self.cache.make_room(pages)
+
+    def _grow(self, running: Running) -> bool:
+        """Takes the pages that the row's next step can reach; False when the row itself had to go."""
+        reach = running.position + (running.in_flight + 1) * (self._overhang + 1)
+        more = self._pages(running, reach) - len(running.pages)
+        while more > 0:
+            if self._make_room(more):
+                held = len(running.pages)
+                running.pages += self.allocator.take(more)
+                self.table[running.slot, held : held + more] = running.pages[held:]
+                return True
+            last = max(self.running.values(), key=lambda r: r.arrival)
+            self._preempt(last)
+            if last is running:
+                return False
+        return True
+
+    def _preempt(self, running: Running) -> None:
+        self._vacate(running)
+        self.preemptions += 1
+        running.stats.preemptions += 1
+        bisect.insort(self.waiting, running, key=lambda r: r.arrival)
+
+    # ── rows of a step ────────────────────────────────────────────────────────────────────────────────────────
 
     def plan(self, tile: int, tiles: int) -> Work:
         """Rows of the next step. Prefill takes `chunk` prompt tokens at most, in `tiles` tiles of `tile` rows.
 
         A prompt whose last chunk is in the step decodes its first token in the same step.
         """
+        for running in sorted(self.running.values(), key=lambda r: r.arrival):
+            # A preempted row has left in the meantime.
+            if running.decoding and running.may_commit and running.request.id in self.running:
+                self._grow(running)
         budget, chunks, prefill_only = self._chunk, [], []
         for running in self.running.values():
             if running.decoding or budget == 0:
@@ -168,6 +273,7 @@ class Scheduler:
                 budget -= take
             if running.left == 0:
                 running.decoding = True
+                self._remember(running, running.position)
             else:
                 prefill_only.append(running)
         decode = [r for r in self.running.values() if r.decoding and r.may_commit]
