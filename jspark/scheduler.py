@@ -210,7 +210,7 @@ class Scheduler:
         del self.running[running.request.id]
 
     def _remember(self, running: Running, computed: int) -> None:
-        """Puts the whole pages of the first `computed` tokens into the prefix cache: later steps don't touch them."""
+        """Caches the whole pages of the first `computed` tokens: no later step writes there."""
         if self.cache is not None:
             whole = running.pages[: computed // self.allocator.page_size]
             self.cache.insert(running.tokens[: computed + self._lookahead], whole)

@@ -75,7 +75,7 @@ class Loop:
         scheduler, device = self.scheduler, self.device
         for running in scheduler.admit():
             device.slots[running.slot] = Row(list(running.tokens), running.limit - running.committed)
-            if not running.committed:
+            if running.request.id not in self.order:
                 self.order.append(running.request.id)
         work = scheduler.plan(2, 8)
         for chunk in work.chunks:
