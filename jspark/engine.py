@@ -21,8 +21,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jspark import axes, kv
-from jspark.budget import BatchState, CostTable, Full, Plan, Policy
+from jspark.budget import BatchState, Full, Plan, Policy
 from jspark.config import DecoderConfig, DrafterConfig, EngineConfig
+from jspark.cost import CostTable
 from jspark.errors import UserError
 from jspark.models.decoder import Decoder
 from jspark.models.drafter import Drafter

@@ -19,8 +19,9 @@ from support import (
 )
 
 from jspark import axes
-from jspark.budget import BatchState, CostTable, Fixed, Full, GlobalArgmax, Plan, Threshold
+from jspark.budget import BatchState, Fixed, Full, GlobalArgmax, Plan, Threshold
 from jspark.config import EngineConfig, VerifyMode
+from jspark.cost import CostTable
 from jspark.engine import Engine
 from jspark.request import Request, SamplingParams
 
