@@ -103,7 +103,7 @@ def judge(
     if not sampled:
         return _judged(drafts, *_match(target[here], drafts, window, verified))
 
-    row, offset = _owners(index, total)
+    row, offset = owners(index, total)
     own = rows.take(row)
     log_p = log_probs(logits, own, filtered=filtered)
     if coupled:
@@ -118,8 +118,8 @@ def judge(
     return _judged(drafts, *verdict)
 
 
-def _owners(index, total):
-    """(request row, offset from its anchor) of every packed row; 0 for padding."""
+def owners(index: Int[Array, "r w"], total: int) -> tuple[Int[Array, " t"], Int[Array, " t"]]:
+    """(request row, offset from its anchor) of `total` packed rows; 0 for padding."""
     rows, width = index.shape
     flat = jnp.arange(rows * width, dtype=jnp.int32).reshape(rows, width)
     flat = jnp.zeros(total, jnp.int32).at[index].set(flat, mode="drop")

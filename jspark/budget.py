@@ -78,14 +78,18 @@ class Full:
 
 @dataclass(frozen=True)
 class Fixed:
-    """Verifies the first `window` drafted tokens of every row; 0 is no speculation."""
+    """Verifies the first `window` drafted tokens of every row, γ at most; 0 is no speculation."""
 
     window: int
 
     def plan(self, state: BatchState) -> Plan:
-        """K = rows · window, at most γ a row."""
-        window = min(self.window, state.block_size)
-        return Plan(state.rows * window, max_window=window, drafts=window > 0)
+        """K = rows · window; UserError for a window longer than the block."""
+        if self.window > state.block_size:
+            raise UserError(
+                f"the policy fixed:{self.window} verifies more than the {state.block_size} tokens of a block; "
+                f"write fixed:{state.block_size} or less"
+            )
+        return Plan(state.rows * self.window, max_window=self.window, drafts=self.window > 0)
 
 
 @dataclass(frozen=True)

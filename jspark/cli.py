@@ -22,6 +22,7 @@ from jspark.cli_generate import Generate
 from jspark.cli_info import Info
 from jspark.demo import Demo
 from jspark.errors import UserError
+from jspark.flags import in_flags
 
 Command = (
     Annotated[Generate, subcommand("generate")]
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = command.run()
         sys.stdout.flush()
     except UserError as e:
-        print("jspark: error:", " ".join(str(e).split()), file=sys.stderr)
+        print("jspark: error:", in_flags(" ".join(str(e).split())), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -9,6 +9,7 @@ import contextlib
 import json as json_format
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -53,19 +54,22 @@ class Generate:
         """Answers all prompts."""
         prompts = self._prompts()
         params = self.sampling.params()
+        for flag, k in (("--logprobs", params.logprobs), ("--prompt-logprobs", params.prompt_logprobs)):
+            if k is not None and not self.json:
+                raise UserError(f"{flag} shows in JSON only; add --json, or drop it")
         llm = open_llm(self.model_path, self.speculation, self.engine)
         asked: list[Prompt] = [self._chat(llm, p) for p in prompts] if self.chat else prompts
         started = time.perf_counter()
         if self.json:
-            for output in _in_order(llm, asked, params):
+            for _, output in _in_order(llm, asked, params):
                 print(json_format.dumps(_record(output)), flush=True)
             return 0
-        if len(asked) == 1:
+        if len(asked) * params.n == 1:
             outputs = [_print_stream(llm, asked[0], params)]
         else:
             outputs = []
-            for prompt, output in zip(prompts, _in_order(llm, asked, params), strict=True):
-                print(_block(len(outputs), prompt, output), flush=True)
+            for i, output in _in_order(llm, asked, params):
+                print(_block(i, prompts[i], output, params.n), flush=True)
                 outputs.append(output)
         _print_figures(llm, outputs, time.perf_counter() - started)
         return 0
@@ -123,10 +127,10 @@ def _from_json(line: str, where: str) -> Prompt:
     raise UserError(f'{where} has no prompt; write {{"prompt": "…"}}, {{"prompt": [1, 2]}} or {{"turns": ["…"]}}')
 
 
-def _in_order(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[Output]:
-    """Answers in the order of the prompts, each as soon as it and all before it are complete."""
-    ready: dict[int, Output] = {}
-    following = 0
+def _in_order(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[tuple[int, Output]]:
+    """(index of the prompt, an answer) in the order of the prompts, each as soon as all before it are complete."""
+    ready: dict[tuple[int, int], Output] = {}
+    expected = deque((i, index) for i in range(len(prompts)) for index in range(params.n))
     console = Console(stderr=True)
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
     # Answers on the same screen are progress enough, and a moving bar would run through them.
@@ -138,13 +142,13 @@ def _in_order(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> It
         bar as progress,
         contextlib.closing(llm.as_completed(prompts, params)) as completed,
     ):
-        task = progress.add_task("answering", total=len(prompts))
+        task = progress.add_task("answering", total=len(expected))
         for i, output in completed:
             progress.advance(task)
-            ready[i] = output
-            while following in ready:
-                yield ready.pop(following)
-                following += 1
+            ready[i, output.index] = output
+            while expected and expected[0] in ready:
+                key = expected.popleft()
+                yield key[0], ready.pop(key)
 
 
 def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> Output:
@@ -162,18 +166,19 @@ def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> Output:
     raise AssertionError("a stream ends with an output")
 
 
-def _block(index: int, prompt: Prompt, output: Output) -> str:
+def _block(index: int, prompt: Prompt, output: Output, n: int) -> str:
     """Prompt and answer of one of several, as text."""
+    number = f"{index + 1}" if n == 1 else f"{index + 1}.{output.index + 1}"
     asked = prompt if isinstance(prompt, str) else ",".join(map(str, prompt))
     answer = output.text if output.text is not None else ",".join(map(str, output.output_ids))
-    return f"── {index + 1}: {' '.join(asked.split()):.90}\n{answer}\n"
+    return f"── {number}: {' '.join(asked.split()):.90}\n{answer}\n"
 
 
 def _record(output: Output) -> dict:
     """What --json prints of an answer."""
     record = asdict(output)
     del record["stop_reason"]
-    return record
+    return {name: value for name, value in record.items() if value is not None or "logprobs" not in name}
 
 
 def _print_figures(llm: LLM, outputs: Sequence[Output], seconds: float) -> None:

@@ -40,7 +40,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A dense pre-norm decoder of the Llama and Qwen3 kind; also the shape of a drafter's backbone."""
+    """A dense pre-norm decoder of the Llama and Qwen3 kind; also the shape of a drafter's backbone.
+
+    windows: the sliding window of every layer, 0 where it sees everything; () where all do.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -59,6 +62,11 @@ class DecoderConfig:
     tie_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     model_type: str = "llama"
+    windows: tuple[int, ...] = ()
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a layer's queries see, their own included; None for all of them."""
+        return (self.windows[layer] or None) if self.windows else None
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,7 @@ class DrafterConfig:
     row runs γ rows (DSpark); one that does not runs γ + 1 and drops the first (DFlash).
     `target_layer_ids`: layer id l is the output of target layer l, −1 the embedding.
     `draft_vocab_size`: how many of the target's tokens it can draft; 0: all, and there is no mask.
+    `causal_windows`: in layers with a sliding window, a row of the block does not see later ones.
     """
 
     backbone: DecoderConfig
@@ -82,6 +91,7 @@ class DrafterConfig:
     own_embedding: bool = False
     own_head: bool = False
     draft_vocab_size: int = 0
+    causal_windows: bool = False
     dialect: str = "deepspec"
 
     @property
@@ -123,7 +133,8 @@ class EngineConfig:
     max_running_requests: request slots (R at most). page_size: tokens a KV page. max_total_tokens: tokens the
     page pool holds. context_length: longest prompt + output. chunked_prefill_size: prompt tokens a step.
     block_size: γ at run time (0: the checkpoint's). row_buckets, token_tiers: the ladders of R and T. overlap:
-    dispatch a step before the last one is collected (None: on GPUs).
+    dispatch a step before the last one is collected (None: on GPUs). prefix_cache: keep the pages of finished
+    requests for later ones that begin alike.
     """
 
     max_running_requests: int = 0
@@ -137,6 +148,7 @@ class EngineConfig:
     row_buckets: tuple[int, ...] = ()
     token_tiers: tuple[int, ...] = ()
     overlap: bool | None = None
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         sizes = ("max_running_requests", "page_size", "max_total_tokens", "context_length")

@@ -8,10 +8,9 @@ Does not know: text, HTTP, model internals; the arithmetic of a step is in step.
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,19 +24,19 @@ from jspark.budget import BatchState, Full, Plan, Policy
 from jspark.config import DecoderConfig, DrafterConfig, EngineConfig
 from jspark.cost import CostTable
 from jspark.errors import UserError
+from jspark.intake import MAX_STOP_IDS, SlotTables, check_ids
+from jspark.logprobs import Logprobs, told
 from jspark.models.decoder import Decoder
 from jspark.models.drafter import Drafter
 from jspark.programs import Programs, ProposeShape, VerifyShape, at_least, ladder
-from jspark.request import FinishReason, Request, Update
-from jspark.scheduler import Running, Scheduler, Work
+from jspark.request import LOGPROB_STEPS, FinishReason, Request, Update
+from jspark.scheduler import Chunk, Running, Scheduler, Work
 from jspark.sizing import run_time_block_size, sized
 from jspark.state import Packet, Prefill, StepArgs, Tiles, empty_slots
 from jspark.step import Pools, Sampling, Spec
 
 #: Rows of a prefill tile in the attention fallback, when several prompts share a chunk.
 TILE = 32
-#: Stop token ids a request can have.
-MAX_STOP_IDS = 16
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,8 @@ class Flight:
     number: int
     packet: Packet
     rows: list[Running]
-    generations: np.ndarray
+    admissions: list[int]
+    chunks: list[Chunk]
 
 
 class Engine:
@@ -100,12 +100,14 @@ class Engine:
         slots = config.max_running_requests
         self._slots = self.programs.place(empty_slots(slots, MAX_STOP_IDS))
         self._dummy = slots
+        self._tables = SlotTables(self.programs, slots, target_config.vocab_size)
         self.scheduler = Scheduler(
             slots,
             kv.PageAllocator(pages, size),
             config.context_length,
             config.chunked_prefill_size,
             overhang=self.block_size,
+            lookahead=0 if config.prefix_cache else None,
         )
         self._vocab_size = target_config.vocab_size
         self._page_steps = ladder(max(1, 256 // size), self.scheduler.table.shape[1])
@@ -118,7 +120,7 @@ class Engine:
         self._step = 0
         # Confidence by slot as of two steps ago, NaN where there is none; results younger than that wait here.
         self._confidence = np.full((slots + 1, self.block_size), np.nan, np.float32)
-        self._younger: deque[tuple[int, list[Running], np.ndarray, np.ndarray]] = deque()
+        self._younger: deque[tuple[int, list[Running], list[int], np.ndarray]] = deque()
         self._sts = None if sts is None else np.asarray(sts, np.float32)
         if self.block_size:
             # A policy that cannot plan says so here, not in the middle of a batch.
@@ -127,38 +129,24 @@ class Engine:
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def check(self, request: Request) -> None:
-        """Whether `request` could be queued.
+    def check(self, request: Request) -> int:
+        """How many tokens `request` may commit.
 
         Raises:
-            UserError: it can never run: prompt empty or too long, ids out of range, too many stop ids.
+            UserError: it can never run: prompt empty or too long, ids out of range, too many of something.
         """
-        self.scheduler.check(request)
-        bad = [t for t in request.prompt if not 0 <= t < self._vocab_size]
-        if bad:
-            raise UserError(
-                f"token id {bad[0]} is outside the vocabulary of {self._vocab_size}; "
-                "pass ids of this model's tokenizer"
-            )
-        if len(request.stop_ids) > MAX_STOP_IDS:
-            raise UserError(
-                f"{len(request.stop_ids)} stop token ids were given; at most {MAX_STOP_IDS} are supported"
-            )
+        limit = self.scheduler.check(request)
+        check_ids(request, self._vocab_size)
+        return limit
 
-    def add(self, request: Request) -> None:
-        """Queues a request; raises UserError as `check` does."""
-        self.check(request)
-        self.scheduler.waiting.append(request)
+    def add(self, request: Request, limit: int | None = None) -> None:
+        """Queues a request. limit: what `check` said of it; None asks `check`, whose UserError passes on."""
+        limit = self.check(request) if limit is None else limit
+        self.scheduler.add(request, limit, time.perf_counter())
 
     def abort(self, request_id: int) -> None:
         """Ends a request now, wherever it is; its pages are free at once. Unknown ids are ignored."""
-        running = self.scheduler.running.get(request_id)
-        if running is not None:
-            self.scheduler.release(running)
-        else:
-            waiting = self.scheduler.waiting
-            for request in [r for r in waiting if r.id == request_id]:
-                waiting.remove(request)
+        self.scheduler.drop(request_id)
 
     @property
     def idle(self) -> bool:
@@ -197,19 +185,26 @@ class Engine:
         index = np.full(count, self._dummy, np.int32)
         values = jax.tree.map(lambda x: np.zeros((count, *x.shape[1:]), x.dtype), self._slots)
         values.stop_ids[:] = -1
+        values.adjust.repetition[:] = 1
         for i, running in enumerate(admitted):
             request, params = running.request, running.request.params
             index[i] = running.slot
-            values.anchor[i] = request.prompt[-1]
-            values.position[i] = len(request.prompt) - 1
-            values.remaining[i] = running.limit
+            values.anchor[i], values.position[i] = running.tokens[-1], running.position
+            values.remaining[i] = running.limit - running.committed
             values.live[i] = values.fresh[i] = True
+            values.speculative[i] = params.speculative
             values.stop_ids[i, : len(request.stop_ids)] = request.stop_ids
             s = values.sampling
             s.temperature[i], s.top_p[i], s.min_p[i] = params.temperature, params.top_p, params.min_p
             s.top_k[i] = min(max(params.top_k, 0), self._vocab_size)
-            s.seed[i], s.coupled[i] = _seed(params.seed), _coupled(running)
+            s.seed[i], s.coupled[i] = running.seed, _coupled(running)
+            a = values.adjust
+            a.repetition[i], a.presence[i] = params.repetition_penalty, params.presence_penalty
+            a.frequency[i] = params.frequency_penalty
+            a.min_position[i] = len(request.prompt) + params.min_tokens if params.min_tokens else 0
+            a.biased[i], a.worded[i] = bool(params.logit_bias or request.bad_words), bool(request.bad_words)
             self._confidence[running.slot] = np.nan
+            self._tables.admit(request, running.tokens[len(request.prompt) :], running.slot)
         index, values = self.programs.place((index, values))
         self._slots = self.programs.admit(self._slots, index, values)
 
@@ -221,20 +216,35 @@ class Engine:
         count = at_least(self.config.row_buckets, len(rows))
         sampling = _sampling(rows)
         # A fresh row has no features to draft from: its first token comes from its anchor alone.
-        drafts = self.block_size > 0 and any(r.tokens or r.in_flight for r in work.decode)
+        drafts = self.block_size > 0 and any(not r.fresh and _drafts(r) for r in work.decode)
         plan, verify_tokens = self._plan(work, count) if drafts else (Plan(budget=0), count)
         args, pages, prefill = self._arguments(work, count, plan, verify_tokens)
+        tables = self._tables.take(penalties=sampling.penalties, steering=sampling.steering)
         proposal = None
         if drafts:
-            proposal = self.programs.propose(ProposeShape(count, pages, sampling), self._pools, self._slots, args)
-        shape = VerifyShape(count, pages, sampling, verify_tokens, drafts, prefill)
-        self._pools, self._slots, packet = self.programs.verify(shape, self._pools, self._slots, args, proposal)
+            propose = ProposeShape(count, pages, sampling)
+            proposal = self.programs.propose(propose, self._pools, self._slots, args, tables)
+        shape = VerifyShape(
+            count,
+            pages,
+            sampling,
+            verify_tokens,
+            drafts,
+            prefill,
+            logprobs=_most(r.request.params.logprobs for r in work.decode),
+            prompt_logprobs=_most(c.running.request.params.prompt_logprobs for c in work.chunks),
+        )
+        self._pools, self._slots, tables, packet = self.programs.verify(
+            shape, self._pools, self._slots, args, proposal, tables
+        )
+        self._tables.update(tables)
         for array in jax.tree.leaves(packet):
             array.copy_to_host_async()
         for running in work.decode:
             running.in_flight += 1
+            running.fresh = False
         self._step += 1
-        return Flight(self._step, packet, work.decode, self.scheduler.generation[[r.slot for r in work.decode]])
+        return Flight(self._step, packet, work.decode, [r.admission for r in work.decode], work.chunks)
 
     def _plan(self, work: Work, count: int) -> tuple[Plan, int]:
         """The plan with its tier filled, and the packed verify rows: from confidence two steps old.
@@ -242,15 +252,18 @@ class Engine:
         cap-accept plans as compact does, and packs every block whole.
         """
         while self._younger and self._younger[0][0] <= self._step - 1:
-            _, rows, generations, confidence = self._younger.popleft()
-            for running, generation, values in zip(rows, generations, confidence, strict=False):
-                if self.scheduler.generation[running.slot] == generation:
+            _, rows, admissions, confidence = self._younger.popleft()
+            for running, admission, values in zip(rows, admissions, confidence, strict=False):
+                if running.holds(admission):
                     self._confidence[running.slot] = values
         decode, width = len(work.decode), self.block_size + 1
         tiers = (*(t for t in self.config.token_tiers if count <= t < count * width), count * width)
         logits = self._confidence[[r.slot for r in work.decode]]
         with np.errstate(over="ignore"):
             conditional = 1.0 / (1.0 + np.exp(-(logits if self._sts is None else logits / self._sts)))
+        # Nothing of a row that does not draft survives.
+        drafting = np.array([_drafts(r) for r in work.decode], bool)
+        conditional[~drafting] = 0.0
         plan = self.policy.plan(
             BatchState(
                 rows=decode,
@@ -264,8 +277,8 @@ class Engine:
                 positions=tuple(r.position for r in work.decode),
             )
         )
-        least = int(np.sum(np.broadcast_to(np.minimum(plan.min_window, self.block_size), decode)))
-        wanted = min(max(plan.budget, least, 0), decode * self.block_size)
+        least = int(np.sum(np.broadcast_to(np.minimum(plan.min_window, self.block_size), decode)[drafting]))
+        wanted = min(max(plan.budget, least, 0), int(drafting.sum()) * self.block_size)
         tier = at_least(tiers, decode + wanted)
         # The tier is filled: rows that padding would take cost nothing.
         plan = replace(plan, budget=tier - decode)
@@ -322,15 +335,20 @@ class Engine:
         tokens = np.zeros(total, np.int32)
         positions = np.zeros(total, np.int32)
         row = np.full(total, count, np.int32)
+        following = None
+        if any(c.running.request.params.prompt_logprobs is not None for c in chunks):
+            following = np.zeros(total, np.int32)
         index = np.full((tiles, tile), verify_tokens + total, np.int32)
         tile_row = np.zeros(tiles, np.int32)
         start = used = 0
         for chunk in chunks:
             size = chunk.stop - chunk.start
             where = slice(start, start + size)
-            tokens[where] = chunk.running.request.prompt[chunk.start : chunk.stop]
+            tokens[where] = chunk.running.tokens[chunk.start : chunk.stop]
             positions[where] = np.arange(chunk.start, chunk.stop)
             row[where] = row_of[id(chunk.running)]
+            if following is not None:
+                following[where] = chunk.running.tokens[chunk.start + 1 : chunk.stop + 1]
             for first in range(0, size, tile):
                 here = min(tile, size - first)
                 index[used, :here] = verify_tokens + start + first + np.arange(here)
@@ -338,7 +356,7 @@ class Engine:
                 used += 1
             start += size
         rectangles: dict[str, Any] = {"index": index, "row": tile_row}
-        fields: dict[str, Any] = {"tokens": tokens, "positions": positions, "row": row}
+        fields: dict[str, Any] = {"tokens": tokens, "positions": positions, "row": row, "following": following}
         return Prefill(**fields, tiles=Tiles(**rectangles)), (total, tiles, tile)
 
     def _collect(self, flight: Flight) -> list[Update]:
@@ -346,16 +364,19 @@ class Engine:
         packet = jax.tree.map(np.asarray, flight.packet)
         now = time.perf_counter()
         if packet.confidence.shape[1]:
-            self._younger.append((flight.number, flight.rows, flight.generations, packet.confidence))
+            self._younger.append((flight.number, flight.rows, flight.admissions, packet.confidence))
+        self._collect_prompts(flight.chunks, packet.prompt_logprobs)
         updates = []
-        for i, running in enumerate(flight.rows):
+        for i, (running, admission) in enumerate(zip(flight.rows, flight.admissions, strict=True)):
+            if not running.holds(admission):
+                continue
             running.in_flight -= 1
             count = int(packet.count[i])
-            if running.finished or count == 0:
+            if count == 0:
                 continue
             tokens = tuple(packet.tokens[i, :count].tolist())
             stats = running.stats
-            if running.tokens == 0:
+            if running.committed == 0:
                 running.first_token = now
                 stats.prefill_seconds = now - running.admitted
             else:
@@ -364,13 +385,38 @@ class Engine:
                 stats.accepted[int(packet.accepted[i])] += 1
                 stats.block_accepted[int(packet.block_accepted[i])] += 1
                 stats.decode_seconds = now - running.first_token
-            running.tokens += count
+            running.tokens += tokens
             reason: FinishReason | None = None
             if packet.finished[i]:
                 reason = "stop" if tokens[-1] in running.request.stop_ids else "length"
                 self.scheduler.release(running)
-            updates.append(Update(running.request.id, tokens, reason, stats))
+            k = running.request.params.logprobs
+            asked = () if k is None or packet.logprobs is None else told(tokens, packet.logprobs, i, k)
+            prompt = tuple(running.prompt_logprobs)
+            running.prompt_logprobs.clear()
+            updates.append(Update(running.request.id, tokens, reason, stats, asked, prompt))
         return updates
+
+    def _collect_prompts(self, chunks: list[Chunk], logprobs: Logprobs | None) -> None:
+        """Log-probabilities of prompt tokens, kept until the first tokens of their request."""
+        start = 0
+        for chunk in chunks:
+            size = chunk.stop - chunk.start
+            k = chunk.running.request.params.prompt_logprobs
+            if k is not None and logprobs is not None:
+                tokens = chunk.running.tokens[chunk.start + 1 : chunk.stop + 1]
+                chunk.running.prompt_logprobs += told(tokens, logprobs, slice(start, start + size), k)
+            start += size
+
+
+def _most(asked: Iterable[int | None]) -> int | None:
+    """The step of likeliest tokens that serves all who ask; None when nobody does."""
+    most = max((k for k in asked if k is not None), default=None)
+    return None if most is None else at_least(LOGPROB_STEPS, most)
+
+
+def _drafts(running: Running) -> bool:
+    return running.request.params.speculative
 
 
 def _sampling(rows: list[Running]) -> Sampling:
@@ -380,6 +426,8 @@ def _sampling(rows: list[Running]) -> Sampling:
         filtered=any(r.request.params.filtered for r in hot),
         coupled=any(_coupled(r) for r in hot),
         rejection=any(not _coupled(r) for r in hot),
+        penalties=any(r.request.params.penalized for r in rows),
+        steering=any(r.request.steered for r in rows),
     )
 
 
@@ -388,13 +436,6 @@ def _coupled(running: Running) -> bool:
     if params.speculative_sampling == "auto":
         return params.seed is not None
     return params.speculative_sampling == "coupled"
-
-
-def _seed(seed: int | None) -> int:
-    """32 bits for the device: a 64-bit seed folded, or fresh ones."""
-    if seed is None:
-        return secrets.randbits(32)
-    return (seed ^ (seed >> 32)) & 0xFFFFFFFF
 
 
 def _per_row(value: int | np.ndarray | None, default: int, count: int, decode: int) -> np.ndarray:

@@ -6,7 +6,8 @@ that `--help` is quick.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg
@@ -79,8 +80,14 @@ class EngineFlags:
 class SamplingFlags:
     """How tokens are chosen, and when an answer ends."""
 
-    max_new_tokens: int = 128
+    n: int = 1
+    """Answers to each prompt; with a seed, answer i has the seed plus i."""
+    max_new_tokens: Annotated[
+        int | None, arg(metavar="INT", help_behavior_hint="(default: 128, or what the context leaves)")
+    ] = None
     """Tokens an answer has at most."""
+    min_new_tokens: int = 0
+    """Tokens before which nothing ends an answer."""
     temperature: float = 0.0
     """0 takes the likeliest token every time (greedy)."""
     top_k: int = 0
@@ -99,20 +106,49 @@ class SamplingFlags:
     """Token ids that end the answer, beside the model's own."""
     ignore_eos: bool = False
     """Goes on after the model's own end of text."""
+    repetition_penalty: float = 1.0
+    """Makes tokens of prompt and answer less likely (above 1) or likelier; 1 is off."""
+    frequency_penalty: float = 0.0
+    """Lowers the logit of a token for each time that it is in the answer; 0 is off."""
+    presence_penalty: float = 0.0
+    """Lowers the logit of a token once when it is in the answer; 0 is off."""
+    logit_bias: Annotated[tuple[str, ...], arg(metavar="ID:BIAS,ID:BIAS,…")] = ()
+    """Added to the logits of these token ids."""
+    bad_words: Annotated[tuple[str, ...], arg(metavar="TEXT")] = ()
+    """Never appears in the answer."""
+    logprobs: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: none)")] = None
+    """With --json: log-probabilities of the answer's tokens and of this many of the likeliest ones, 0 to 20."""
+    prompt_logprobs: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: none)")] = None
+    """With --json: the same of the prompt's tokens."""
+    echo: bool = False
+    """Begins the answer's text with the prompt."""
+    skip_special_tokens: bool = True
+    """Leaves special tokens out of the text."""
 
     def params(self) -> SamplingParams:
         """The parameters; UserError for what is out of range, or has no effect on greedy answers."""
         params = SamplingParams(
+            n=self.n,
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
             seed=self.seed,
-            max_tokens=self.max_new_tokens,
+            max_tokens="auto" if self.max_new_tokens is None else self.max_new_tokens,
+            min_tokens=self.min_new_tokens,
             stop=self.stop,
             stop_token_ids=[i for text in self.stop_token_ids for i in token_ids(text, "--stop-token-ids")],
             ignore_eos=self.ignore_eos,
             speculative_sampling=self.speculative_sampling,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            logit_bias=dict(pair for text in self.logit_bias for pair in _biases(text)),
+            bad_words=self.bad_words,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            echo=self.echo,
+            skip_special_tokens=self.skip_special_tokens,
         )
         unused = {
             "--seed": self.seed is not None,
@@ -147,6 +183,33 @@ def open_llm(model_path: str, speculation: SpeculationFlags, engine: EngineFlags
 def yes_or_no(answer: Literal["yes", "no"] | None) -> bool | None:
     """The answer as a truth value; None for no answer."""
     return None if answer is None else answer == "yes"
+
+
+#: Parameters whose flags have other names, or names that are words of plain sentences.
+_FLAGS = {
+    "max_tokens": "--max-new-tokens",
+    "min_tokens": "--min-new-tokens",
+    "block_size": "--speculative-dspark-block-size",
+    "sts": "--speculative-dspark-confidence-sts-path",
+    "policy": "--verify-policy",
+}
+
+
+def in_flags(message: str) -> str:
+    """`message` with the flags' names in place of the parameters': what a user of the command line can change."""
+    groups = (SpeculationFlags, EngineFlags, SamplingFlags)
+    known = {f.name: "--" + f.name.replace("_", "-") for group in groups for f in fields(group)} | _FLAGS
+    # A name with an underscore is no plain word; any other one is a parameter only where it begins the message.
+    snake = "|".join(name for name in known if "_" in name)
+    message = re.sub(rf"(?<![\w./'\"-])({snake})(?![\w./'\"-])", lambda m: known[m[1]], message)
+    return re.sub(rf"^({'|'.join(known)})(?= is |: )", lambda m: known[m[1]], message)
+
+
+def _biases(text: str) -> list[tuple[int, float]]:
+    try:
+        return [(int(i), float(bias)) for i, bias in (pair.split(":") for pair in text.split(","))]
+    except ValueError:
+        raise UserError(f"--logit-bias {text!r} is no list of ids and numbers; write 504:-5,3575:2.5") from None
 
 
 def token_ids(text: str, flag: str) -> list[int]:

@@ -12,7 +12,7 @@ import operator
 import signal
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from numbers import Integral
 from os import PathLike, fspath
 from typing import Any, get_args
@@ -22,53 +22,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jspark import programs
+from jspark.answer import Answer, Delta, Output
 from jspark.budget import Full, Policy, Threshold, parse_policy
 from jspark.config import Algorithm, DType, EngineConfig, VerifyMode
 from jspark.engine import Engine
 from jspark.errors import UserError
 from jspark.loading import Draft, Target, find_drafter, load_drafter, load_target
-from jspark.request import FinishReason, Request, SamplingParams, Stats, Update
+from jspark.request import Request, SamplingParams
 from jspark.text import TextStream
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 _ENGINE_FIELDS = {f.name for f in fields(EngineConfig)} - {"dtype"}
-
-
-@dataclass(frozen=True)
-class Output:
-    """The answer to one prompt.
-
-    text: None without a tokenizer; what ended it (stop string, stop token) is not part of it. output_ids: new
-    tokens only, up to the one that ended it. stop_reason: the stop string or the id of the stop token. steps:
-    target forwards that committed tokens of this prompt after its prefill. accept_length: tokens after the
-    first, per step; None without a step. window_histogram[n]: steps that sent n drafted tokens to
-    verification; accepted_histogram[n]: steps that accepted n of them (both γ + 1 long). Seconds run from
-    admission to the first token, and from there to the last; compilation on first use is inside them.
-    """
-
-    text: str | None
-    output_ids: list[int]
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-    prompt_tokens: int
-    completion_tokens: int
-    steps: int
-    accept_length: float | None
-    window_histogram: list[int]
-    accepted_histogram: list[int]
-    prefill_seconds: float
-    decode_seconds: float
-
-
-@dataclass(frozen=True)
-class Delta:
-    """News of an answer. text: "" while it is held back, and without a tokenizer. output: with the last delta."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    output: Output | None = None
 
 
 class LLM:
@@ -109,6 +74,8 @@ class LLM:
         if mode not in get_args(VerifyMode):
             raise UserError(f"verify_mode is {mode!r}; it must be {', '.join(get_args(VerifyMode))}")
         EngineConfig(**engine)  # refuses what is out of range before anything is loaded
+        if not isinstance(mesh, Mesh | None):
+            raise UserError(f"mesh is {mesh!r}; it must be a jax.sharding.Mesh, or None for one device")
         if seed is not None and not isinstance(seed, Integral):
             raise UserError(f"seed is {seed!r}; it must be a whole number")
         self._policy = parse_policy(policy) if isinstance(policy, str) else policy
@@ -119,7 +86,7 @@ class LLM:
                 raise UserError(f"{what} is {path!r}; it must be the path of a checkpoint")
         spec = None if draft is None else fspath(draft)
         found = find_drafter(spec, speculative_algorithm, draft_anchor_predicts)
-        self._refuse_unused(found, engine.get("block_size"), sts)
+        self._refuse_unused(found, engine.get("block_size"), mode, sts)
         self._sts = sts
         programs.use_compilation_cache()
         if not isinstance(model, Target):
@@ -133,16 +100,19 @@ class LLM:
         self._engine: Engine | None = None
         self._seeds = None if seed is None else np.random.default_rng(seed % 2**64)
         self._ids = itertools.count()
-        self._live: dict[int, tuple[_Sequence, dict[int, _Sequence]]] = {}
+        self._live: dict[int, tuple[Answer, dict[int, Answer]]] = {}
         # Held while requests and the engine change, not while a caller looks at an answer.
         self._lock = threading.RLock()
         self._config = self.engine.config
 
-    def _refuse_unused(self, draft: Draft | None, block_size: int | None, sts: Sequence[float] | None) -> None:
+    def _refuse_unused(
+        self, draft: Draft | None, block_size: int | None, mode: VerifyMode, sts: Sequence[float] | None
+    ) -> None:
         """UserError for settings of a drafter that is not there, or of a head that it does not have."""
         if draft is None:
             for what, given in (
                 ("a block size", block_size),
+                ("a verify mode", mode != "compact"),
                 ("a verify policy", self._policy != Full()),
                 ("a confidence calibration", sts is not None),
             ):
@@ -177,27 +147,28 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Output]:
-        """Answers in the order of the prompts.
+        """Answers in the order of the prompts, the `n` continuations of one prompt one after the other.
 
         prompts: one or several, each a text or a list of token ids; any number of them stream through the
         engine's slots. params: for all of them, or one a prompt. Raises UserError before any work is done when
         one of them cannot be served.
         """
-        outputs = dict(self.as_completed(prompts, params))
-        return [outputs[i] for i in range(len(outputs))]
+        outputs = self.as_completed(prompts, params)
+        return [output for _, output in sorted(outputs, key=lambda pair: (pair[0], pair[1].index))]
 
     def as_completed(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Generator[tuple[int, Output], None, None]:
-        """(index of the prompt, its answer), each as soon as it is complete; otherwise as `generate`."""
-        return self._completed(self._sequences(_several(prompts), params))
+        """(index of the prompt, an answer to it), each as soon as it is complete; otherwise as `generate`."""
+        return self._completed(self._answers(_several(prompts), params))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
         """The answer to one prompt, piece by piece; closing the iterator ends the request.
 
-        The pieces' texts join to `generate`'s text. Raises UserError at once, as `generate` does.
+        The pieces' texts join to `generate`'s text, for each `index` of several continuations. Raises UserError at
+        once, as `generate` does.
         """
-        return self._deltas(self._sequences([prompt], params)[0])
+        return self._deltas(self._answers([prompt], params))
 
     def chat(
         self,
@@ -214,11 +185,11 @@ class LLM:
         """The answer to one conversation, piece by piece; see `stream`."""
         return self.stream(self.target.chat_ids(messages), params)
 
-    # ── prompts → sequences ───────────────────────────────────────────────────────────────────────────────────
+    # ── prompts → requests ────────────────────────────────────────────────────────────────────────────────────
 
-    def _sequences(
+    def _answers(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[_Sequence]:
+    ) -> list[Answer]:
         if params is None or isinstance(params, SamplingParams):
             each: Iterable[SamplingParams] = itertools.repeat(params or SamplingParams(), len(prompts))
         elif not (isinstance(params, Sequence) and all(isinstance(p, SamplingParams) for p in params)):
@@ -229,20 +200,18 @@ class LLM:
             )
         else:
             each = params
-        sequences = []
+        answers = []
         with self._lock:
             for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
                 try:
-                    sequences.append(self._sequence(prompt, own))
+                    ids = self._prompt_ids(prompt)
+                    for index in range(own.n):
+                        answers.append(self._answer(i, index, prompt, ids, own.continuation(index)))
                 except UserError as e:
                     raise UserError(f"prompt {i}: {e}" if len(prompts) > 1 else str(e)) from None
-        return sequences
+        return answers
 
-    def _sequence(self, prompt: Prompt, params: SamplingParams) -> _Sequence:
-        vocab_size = self.target.config.vocab_size
-        bad = [t for t in params.stop_token_ids if t >= vocab_size]
-        if bad:
-            raise UserError(f"stop token id {bad[0]} is outside the vocabulary of {vocab_size}; correct it")
+    def _answer(self, i: int, index: int, prompt: Prompt, ids: tuple[int, ...], params: SamplingParams) -> Answer:
         if params.stop:
             self.target.need_tokenizer("a stop string")
         eos = () if params.ignore_eos else self.target.eos_token_ids
@@ -255,14 +224,37 @@ class LLM:
             )
         request = Request(
             id=next(self._ids),
-            prompt=self._prompt_ids(prompt),
+            prompt=ids,
             params=params,
             stop_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
+            bad_words=self._bad_words(params),
         )
-        self.engine.check(request)
-        tokenizer = self.target.tokenizer
-        text = TextStream(tokenizer.stream(), params.stop) if tokenizer else None
-        return _Sequence(request, text, self.engine.block_size)
+        limit = self.engine.check(request)
+        tokenizer, skip = self.target.tokenizer, params.skip_special_tokens
+        if not skip:
+            self.target.need_tokenizer("a text with special tokens")
+        echo, text = "", None
+        if params.echo:
+            decoder = self.target.need_tokenizer("an echo of the prompt")
+            echo = prompt if isinstance(prompt, str) else decoder.decode(ids, skip)
+        if tokenizer:
+            text = TextStream(tokenizer.stream(skip), params.stop, params.min_tokens)
+        return Answer(request, text, self.engine.block_size, limit, prompt=i, index=index, echo=echo)
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Bad words as token ids: a text as it stands and after a space, since most tokenizers tell them apart."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words:
+            if not isinstance(word, str):
+                found[tuple(word)] = None
+                continue
+            tokenizer = self.target.need_tokenizer("a text among bad_words")
+            bare = word.strip() or word
+            spelled = [tuple(tokenizer.encode(t, add_special_tokens=False)) for t in (bare, " " + bare)]
+            if not spelled[0]:
+                raise UserError(f"bad_words: {word!r} has no token in this vocabulary; drop it")
+            found |= dict.fromkeys(spelled)
+        return tuple(found)
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -274,127 +266,64 @@ class LLM:
         except TypeError:
             raise UserError(f"a prompt is a text or a list of token ids, not {prompt!r:.60}") from None
 
-    # ── sequences → answers ───────────────────────────────────────────────────────────────────────────────────
+    # ── requests → answers ────────────────────────────────────────────────────────────────────────────────────
 
-    def _completed(self, sequences: list[_Sequence]) -> Generator[tuple[int, Output], None, None]:
-        index = {s.request.id: i for i, s in enumerate(sequences)}
-        with contextlib.closing(self._advance(sequences)) as progress:
-            for request_id, delta in progress:
+    def _completed(self, answers: list[Answer]) -> Generator[tuple[int, Output], None, None]:
+        with contextlib.closing(self._advance(answers)) as progress:
+            for i, delta in progress:
                 if delta.output:
-                    yield index[request_id], delta.output
+                    yield i, delta.output
 
-    def _deltas(self, sequence: _Sequence) -> Generator[Delta, None, None]:
-        with contextlib.closing(self._advance([sequence])) as progress:
+    def _deltas(self, answers: list[Answer]) -> Generator[Delta, None, None]:
+        with contextlib.closing(self._advance(answers)) as progress:
             for _, delta in progress:
                 yield delta
 
-    def _advance(self, sequences: list[_Sequence]) -> Generator[tuple[int, Delta], None, None]:
-        """(request, its news), until all have ended; when closed before, aborts the rest."""
-        news: dict[int, _Sequence] = {}
-        left = len(sequences)
+    def _advance(self, answers: list[Answer]) -> Generator[tuple[int, Delta], None, None]:
+        """(index of the prompt, news of an answer), until all have ended; when closed before, aborts the rest."""
+        news: dict[int, Answer] = {}
+        left = len(answers)
         try:
             with self._lock:
-                for sequence in sequences:
-                    self._live[sequence.request.id] = (sequence, news)
-                    self.engine.add(sequence.request)
+                for answer in answers:
+                    self._live[answer.request.id] = (answer, news)
+                    self.engine.add(answer.request, answer.limit)
             while left:
                 with self._lock:
                     if not news:
                         self._pump()
-                    deltas = [(id_, sequence.delta()) for id_, sequence in news.items()]
+                    deltas = [(answer.prompt, answer.delta()) for answer in news.values()]
                     news.clear()
                 left -= sum(delta.output is not None for _, delta in deltas)
                 yield from deltas
         finally:
             with self._lock:
-                for sequence in sequences:
-                    if self._live.pop(sequence.request.id, None):
-                        self.engine.abort(sequence.request.id)
+                for answer in answers:
+                    if self._live.pop(answer.request.id, None):
+                        self.engine.abort(answer.request.id)
 
     def _pump(self) -> None:
-        """One step of the engine; its updates go to their sequences, whoever iterates over those."""
+        """One step of the engine; its updates go to their answers, whoever iterates over those."""
         with _interrupts_held_back():
             engine = self.engine
             try:
                 updates = engine.step()
             except BaseException:
                 self._engine = None
-                for sequence, news in self._live.values():
-                    sequence.finish_reason = "abort"
-                    news[sequence.request.id] = sequence
+                for answer, news in self._live.values():
+                    answer.finish_reason = "abort"
+                    news[answer.request.id] = answer
                 self._live.clear()
                 raise
             for update in updates:
                 if update.id not in self._live:
                     continue
-                sequence, news = self._live[update.id]
-                sequence.take(update)
-                news[update.id] = sequence
-                if sequence.finish_reason:
+                answer, news = self._live[update.id]
+                answer.take(update)
+                news[update.id] = answer
+                if answer.finish_reason:
                     del self._live[update.id]
                     engine.abort(update.id)  # a stop string: the engine knows nothing of it
-
-
-class _Sequence:
-    """One request on its way to an Output."""
-
-    def __init__(self, request: Request, text: TextStream | None, block_size: int):
-        self.request = request
-        self.finish_reason: FinishReason | None = None
-        self._text = text
-        self._block_size = block_size
-        self._ids: list[int] = []
-        self._pieces: list[str] = []
-        self._told_ids = self._told_pieces = 0
-        self._stop_reason: str | int | None = None
-        self._stats = Stats()
-
-    def take(self, update: Update) -> None:
-        """Adds a step's tokens, as far as they are part of the answer."""
-        self._stats = update.stats
-        for token in update.tokens:
-            self._ids.append(token)
-            if token in self.request.stop_ids:
-                self._stop_reason = token
-            elif self._text and self._show(self._text, self._text.push(token)):
-                return
-        if update.finish_reason:
-            self.finish_reason = update.finish_reason
-            if self._text:
-                self._show(self._text, self._text.finish())
-
-    def _show(self, text: TextStream, piece: str) -> bool:
-        """Whether a stop string ended the text with this piece."""
-        self._pieces.append(piece)
-        if text.stop_string is None:
-            return False
-        self.finish_reason, self._stop_reason = "stop", text.stop_string
-        return True
-
-    def delta(self) -> Delta:
-        """What has come since the last call."""
-        text, ids = "".join(self._pieces[self._told_pieces :]), self._ids[self._told_ids :]
-        self._told_pieces, self._told_ids = len(self._pieces), len(self._ids)
-        return Delta(text, ids, self.finish_reason, self.output() if self.finish_reason else None)
-
-    def output(self) -> Output:
-        """The answer, of a sequence that has ended."""
-        assert self.finish_reason is not None
-        stats, count = self._stats, len(self._ids)
-        return Output(
-            text="".join(self._pieces) if self._text else None,
-            output_ids=self._ids,
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
-            prompt_tokens=len(self.request.prompt),
-            completion_tokens=count,
-            steps=stats.steps,
-            accept_length=(count - 1) / stats.steps if stats.steps else None,
-            window_histogram=[stats.windows[n] for n in range(self._block_size + 1)],
-            accepted_histogram=[stats.accepted[n] for n in range(self._block_size + 1)],
-            prefill_seconds=stats.prefill_seconds,
-            decode_seconds=stats.decode_seconds,
-        )
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jspark.adjust import Tables, write_row
 from jspark.checkpoint.cache import cache_dir, make_folder
 from jspark.models.decoder import Decoder
 from jspark.models.drafter import Drafter
@@ -37,7 +38,10 @@ class ProposeShape:
 
 @dataclass(frozen=True)
 class VerifyShape:
-    """Key of a verify program; drafts: there is a proposal; prefill: chunk rows and the shape of their tiles."""
+    """Key of a verify program; drafts: there is a proposal; prefill: chunk rows and the shape of their tiles.
+
+    logprobs, prompt_logprobs: see verify_step.
+    """
 
     rows: int
     pages: int
@@ -45,6 +49,8 @@ class VerifyShape:
     verify_tokens: int
     drafts: bool
     prefill: tuple[int, int, int] | None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 def ladder(smallest: int, largest: int) -> tuple[int, ...]:
@@ -109,23 +115,35 @@ class Programs:
         """Writes new requests into the slot table (donated)."""
         return self._call(("admit", len(index)), admit, (0,), self._replicated, slots, index, values)
 
-    def propose(self, shape: ProposeShape, pools: Pools, slots: Slots, args: StepArgs) -> Proposal:
+    def write_row(self, tables: Tables, slot: Array, row: Tables) -> Tables:
+        """Writes a new request's entries into the tables (donated)."""
+        key = ("row", jax.tree.structure(tables))
+        return self._call(key, write_row, (0,), self._replicated, tables, slot, row)
+
+    def propose(self, shape: ProposeShape, pools: Pools, slots: Slots, args: StepArgs, tables: Tables) -> Proposal:
         """Drafts for the rows of a step; reads the drafter's pool."""
 
-        def run(leaves, vocabulary, pool, slots, slot, table):
+        def run(leaves, vocabulary, pool, slots, slot, table, tables):
             drafter = jax.tree.unflatten(self._drafter_tree, leaves)
             view = jax.tree.unflatten(self._vocabulary_tree, vocabulary)
-            return propose_step(self.spec, drafter, view, pool, slots, slot, table, sampling=shape.sampling)
+            call = (self.spec, drafter, view, pool, slots, slot, table, tables)
+            return propose_step(*call, sampling=shape.sampling)
 
-        call = (self._drafter, self._vocabulary, pools.drafter, slots, args.slot, args.table)
+        call = (self._drafter, self._vocabulary, pools.drafter, slots, args.slot, args.table, tables)
         return self._call(shape, run, (), self._replicated, *call)
 
     def verify(
-        self, shape: VerifyShape, pools: Pools, slots: Slots, args: StepArgs, proposal: Proposal | None
-    ) -> tuple[Pools, Slots, Packet]:
-        """Runs the target over the packed step and commits; pools and slots are donated."""
+        self,
+        shape: VerifyShape,
+        pools: Pools,
+        slots: Slots,
+        args: StepArgs,
+        proposal: Proposal | None,
+        tables: Tables,
+    ) -> tuple[Pools, Slots, Tables, Packet]:
+        """Runs the target over the packed step and commits; pools, slots and tables are donated."""
 
-        def run(target, drafter, pools, slots, args, proposal, sts):
+        def run(target, drafter, pools, slots, tables, args, proposal, sts):
             return verify_step(
                 self.spec,
                 jax.tree.unflatten(self._target_tree, target),
@@ -135,13 +153,16 @@ class Programs:
                 args,
                 proposal,
                 sts,
+                tables,
                 sampling=shape.sampling,
                 verify_tokens=shape.verify_tokens,
+                logprobs=shape.logprobs,
+                prompt_logprobs=shape.prompt_logprobs,
             )
 
-        placement = (jax.tree.map(lambda x: x.sharding, pools), self._replicated, self._replicated)
-        call = (self._target, self._drafter, pools, slots, args, proposal, self._sts)
-        return self._call(shape, run, (2, 3), placement, *call)
+        placement = (jax.tree.map(lambda x: x.sharding, pools), *(self._replicated,) * 3)
+        call = (self._target, self._drafter, pools, slots, tables, args, proposal, self._sts)
+        return self._call(shape, run, (2, 3, 4), placement, *call)
 
     def _call(self, key: Any, function: Callable, donated: tuple[int, ...], placement: Any, *args: Any) -> Any:
         compiled = self._compiled.get(key)

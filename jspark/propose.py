@@ -6,6 +6,7 @@ Does not know: what is verified or accepted, nor where features come from.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -48,7 +49,7 @@ def block_hidden(
     """The final-norm hidden rows that predict positions position+1 … position+γ.
 
     The block is the anchor and masks, attends to all context before the anchor and both ways to itself
-    (DFlash, section 4); its own keys and values are dropped afterwards.
+    (DFlash, section 4), within a window in layers that have one; its own keys and values are dropped afterwards.
     """
     rows = block_size if config.predicts_from_anchor else block_size + 1
     masks = jnp.full((anchor.shape[0], rows - 1), config.mask_token_id, jnp.int32)
@@ -59,7 +60,10 @@ def block_hidden(
     for i in range(b.num_layers):
         layer = drafter.layers.layer(i)
         q, k, v = layer.qkv(x, rotary)
-        x = layer.finish(x, block_attention(q, k, v, pool.k[i], pool.v[i], table, position))
+        window = b.window(i)
+        causal = window is not None and config.causal_windows
+        attended = block_attention(q, k, v, pool.k[i], pool.v[i], table, position, window=window, causal=causal)
+        x = layer.finish(x, attended)
     return drafter.norm(x[:, rows - block_size :])
 
 
@@ -77,10 +81,12 @@ def propose(
     sampled: bool,
     filtered: bool,
     keep_q: bool,
+    adjust: Callable[[Float[Array, "r v"], list[Int[Array, " r"]]], Float[Array, "r v"]] | None = None,
 ) -> Proposal:
     """Drafts `block_size` tokens a row (DSpark, equations 4 to 7; without heads, DFlash).
 
-    Greedy rows draft by argmax, coupled rows with the target's own noise, the rest from q.
+    Greedy rows draft by argmax, coupled rows with the target's own noise, the rest from q. adjust: the logits as
+    the target will have them changed, given the tokens of the block so far; None leaves them alone.
     """
     hidden = block_hidden(drafter, vocabulary, config, pool, anchor, position, table, block_size)
     base = vocabulary.head.attend(hidden)
@@ -98,6 +104,8 @@ def propose(
         if head is not None:
             feature = markov.embed(previous) if markov is not None and with_markov else None
             confidence.append(head(hidden[:, k], feature))
+        if adjust is not None:
+            logits = adjust(logits, tokens)
         q = log_probs(logits, sampling, filtered=filtered) if sampled else logits
         previous = draft_token(q, sampling, position, k, sampled=sampled)
         tokens.append(previous)

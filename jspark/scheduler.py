@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import secrets
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from jspark.errors import UserError
 from jspark.kv import PageAllocator
 from jspark.prefix_cache import PrefixCache
-from jspark.request import Request, Stats
+from jspark.request import AUTO_TOKENS, Request, Stats, TokenLogprob
 
 
 @dataclass(eq=False)
@@ -25,7 +26,7 @@ class Running:
 
     tokens: the prompt and what was committed. limit: tokens it may commit in all. admission: a number of its own
     for every time it gets a slot, so that results from before a preemption are recognised. start: tokens it had
-    then. prefilled: tokens whose keys and values are in its pages as far as dispatched; the last token is the
+    then. fresh: no decode step was dispatched since, so there is nothing to draft from. prefilled: tokens whose keys and values are in its pages as far as dispatched; the last token is the
     anchor, so n tokens have n − 1 to prefill. in_flight: decode steps dispatched and not collected.
     """
 
@@ -33,6 +34,7 @@ class Running:
     limit: int
     arrival: int
     tokens: list[int]
+    seed: int
     arrived: float
     slot: int = -1
     admission: int = 0
@@ -41,9 +43,15 @@ class Running:
     prefilled: int = 0
     in_flight: int = 0
     decoding: bool = False
-    finished: bool = False
+    fresh: bool = True
+    admitted: float = 0.0
     first_token: float = 0.0
     stats: Stats = field(default_factory=Stats)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def holds(self, admission: int) -> bool:
+        """Whether the request still has the slot that it got with `admission`."""
+        return self.slot >= 0 and self.admission == admission
 
     @property
     def left(self) -> int:
@@ -138,12 +146,21 @@ class Scheduler:
                 f"the prompt has {prompt} tokens and the context holds {self.context_length}: "
                 "shorten it or raise the context length"
             )
-        if params.max_tokens is not None and params.max_tokens > room:
+        if isinstance(params.max_tokens, int) and params.max_tokens > room:
             raise UserError(
                 f"a prompt of {prompt} tokens leaves room for {room} more in a context of {self.context_length}, "
                 f"and max_tokens is {params.max_tokens}: lower it, or shorten the prompt"
             )
-        limit = room if params.max_tokens is None else params.max_tokens
+        if params.max_tokens == "auto":
+            held = self.allocator.capacity * self.allocator.page_size - prompt - self._overhang
+            limit = max(1, min(AUTO_TOKENS, room, held))
+        else:
+            limit = room if params.max_tokens is None else params.max_tokens
+        if params.min_tokens > limit:
+            raise UserError(
+                f"min_tokens is {params.min_tokens} and this prompt of {prompt} tokens gets {limit} at most: "
+                "lower it, or give max_tokens"
+            )
         pages = self._most_pages(prompt, limit)
         if pages > self.allocator.capacity:
             raise UserError(
@@ -157,11 +174,12 @@ class Scheduler:
 
     def add(self, request: Request, limit: int, now: float) -> None:
         """Queues a request that `check` let through."""
-        self.waiting.append(Running(request, limit, next(self._arrivals), list(request.prompt), now))
+        seed = _seed(request.params.seed)
+        self.waiting.append(Running(request, limit, next(self._arrivals), list(request.prompt), seed, now))
 
     # ── slots and pages ───────────────────────────────────────────────────────────────────────────────────────
 
-    def admit(self) -> list[Running]:
+    def admit(self, now: float) -> list[Running]:
         """Moves waiting requests into free slots while the pages of their first step are free.
 
         A page for each running request is left over, so that the newcomer is not preempted at once.
@@ -171,7 +189,9 @@ class Scheduler:
             running = self.waiting[0]
             known, size = len(running.tokens), self.allocator.page_size
             need = self._pages(running, known + self._overhang)
-            shared = [] if self.cache is None else self.cache.match(running.tokens, (known - 1) // size)
+            # A prompt's log-probabilities need all of its rows.
+            skip = self.cache is None or running.request.params.prompt_logprobs is not None
+            shared = [] if self.cache is None or skip else self.cache.match(running.tokens, (known - 1) // size)
             own = need - len(shared)
             if not self._make_room(own + len(self.running)):
                 self.allocator.give_back(shared)
@@ -180,7 +200,8 @@ class Scheduler:
             running.slot, running.admission = self._free_slots.pop(), next(self._admissions)
             running.pages = shared + self.allocator.take(own)
             running.start, running.prefilled = known, len(shared) * size
-            running.in_flight, running.decoding = 0, False
+            running.in_flight, running.decoding, running.fresh = 0, False, True
+            running.admitted = running.admitted or now
             if self.cache is not None:
                 self.cache.count(known, running.prefilled)
             if running.committed == 0:
@@ -191,18 +212,14 @@ class Scheduler:
             admitted.append(running)
         return admitted
 
-    def release(self, running: Running) -> None:
-        """Gives slot and pages back; a step in flight may still write there, before any later owner does."""
-        running.finished = True
-        self._vacate(running)
-
     def drop(self, request_id: int) -> None:
         """Forgets a request wherever it is; unknown ids are ignored."""
         if request_id in self.running:
             self.release(self.running[request_id])
         self.waiting = [r for r in self.waiting if r.request.id != request_id]
 
-    def _vacate(self, running: Running) -> None:
+    def release(self, running: Running) -> None:
+        """Gives slot and pages back; a step in flight may still write there, before any later owner does."""
         self._remember(running, running.position if running.decoding else running.prefilled)
         self.allocator.give_back(running.pages)
         self._free_slots.append(running.slot)
@@ -243,7 +260,7 @@ class Scheduler:
         return True
 
     def _preempt(self, running: Running) -> None:
-        self._vacate(running)
+        self.release(running)
         self.preemptions += 1
         running.stats.preemptions += 1
         bisect.insort(self.waiting, running, key=lambda r: r.arrival)
@@ -278,3 +295,10 @@ class Scheduler:
                 prefill_only.append(running)
         decode = [r for r in self.running.values() if r.decoding and r.may_commit]
         return Work(decode, prefill_only, chunks)
+
+
+def _seed(seed: int | None) -> int:
+    """32 bits for the device: a 64-bit seed folded, or fresh ones."""
+    if seed is None:
+        return secrets.randbits(32)
+    return (seed ^ (seed >> 32)) & 0xFFFFFFFF

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from jspark.adjust import RowAdjust, neutral
+from jspark.logprobs import Logprobs
 from jspark.pallas.ragged_attention import Tiles
 from jspark.sampling import RowSampling
 
@@ -24,7 +26,7 @@ class Slots:
 
     anchor: the last committed token, not yet run through the target. position: where it stands (0 based), so
     also how many tokens the caches hold. remaining: tokens it may still commit. fresh: nothing committed yet,
-    hence no features to draft from. stop_ids: padded with −1.
+    hence no features to draft from. speculative: the row may draft. stop_ids: padded with −1.
     """
 
     anchor: Int[Array, " s"]
@@ -32,8 +34,10 @@ class Slots:
     remaining: Int[Array, " s"]
     live: Bool[Array, " s"]
     fresh: Bool[Array, " s"]
+    speculative: Bool[Array, " s"]
     stop_ids: Int[Array, "s n"]
     sampling: RowSampling
+    adjust: RowAdjust
 
     def take(self, index: Int[Array, " r"]) -> Slots:
         """The entries of some slots, as rows of a step."""
@@ -53,7 +57,8 @@ def empty_slots(slots: int, stop_ids: int) -> Slots:
         coupled=off,
     )
     # Copies, because the state is donated and a buffer can be donated once only.
-    slots_ = Slots(ints, ints, ints, off, off, jnp.full((n, stop_ids), -1, jnp.int32), sampling)
+    none = jnp.full((n, stop_ids), -1, jnp.int32)
+    slots_ = Slots(ints, ints, ints, off, off, off, none, sampling, neutral(n))
     return jax.tree.map(lambda x: x.copy(), slots_)
 
 
@@ -67,13 +72,15 @@ def admit(slots: Slots, index: Int[Array, " a"], values: Slots) -> Slots:
 class Prefill:
     """The prefill-chunk rows of a step. tokens, positions, row: [c]; a row index of R or more is padding.
 
-    tiles: the same rows as rectangles, indices counted in the whole packed buffer.
+    tiles: the same rows as rectangles, indices counted in the whole packed buffer. following: the prompt's next
+    token, where a prompt's log-probabilities are asked for.
     """
 
     tokens: Int[Array, " c"]
     positions: Int[Array, " c"]
     row: Int[Array, " c"]
     tiles: Tiles
+    following: Int[Array, " c"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -98,6 +105,7 @@ class Packet:
 
     tokens: [r, w], −1 beyond `count`. accepted: drafted tokens accepted within the window. block_accepted: the
     same without the window's cut, as far as rows were verified. confidence: [r, γ] logits of this step's block.
+    logprobs: of the tokens [r, w]; prompt_logprobs: of the prefill rows [c]; both only where asked for.
     """
 
     tokens: Int[Array, "r w"]
@@ -107,3 +115,5 @@ class Packet:
     window: Int[Array, " r"]
     finished: Bool[Array, " r"]
     confidence: Float[Array, "r g"]
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None

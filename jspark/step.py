@@ -14,26 +14,34 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jspark import kv
-from jspark.accept import commit, judge
+from jspark.accept import commit, judge, owners
+from jspark.adjust import Tables, adjust, record
 from jspark.allocate import allocate, survival
 from jspark.batch import pack
 from jspark.config import DecoderConfig, DrafterConfig, VerifyMode
+from jspark.logprobs import logprobs as log_softmax_of
+from jspark.logprobs import prompt_logprobs as log_softmax_of_prompt
 from jspark.models.decoder import Decoder
 from jspark.models.drafter import Drafter
 from jspark.models.layers import Vocabulary
 from jspark.propose import Proposal, inject, propose
 from jspark.state import Packet, Slots, StepArgs
-from jspark.verify import forward
+from jspark.verify import head, run_layers
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which sampling code a program carries: a program for greedy rows has no noise and keeps no q."""
+    """Which sampling code a program carries: a program for greedy rows has no noise and keeps no q.
+
+    penalties, steering: see adjust.py.
+    """
 
     sampled: bool = False
     filtered: bool = False
     coupled: bool = False
     rejection: bool = False
+    penalties: bool = False
+    steering: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,12 +77,32 @@ def propose_step(
     slots: Slots,
     slot: Int[Array, " r"],
     table: Int[Array, "r p"],
+    tables: Tables,
     *,
     sampling: Sampling,
 ) -> Proposal:
     """Drafts a block for every row of the step from the drafter's pool."""
     assert spec.drafter is not None
     rows = slots.take(slot)
+
+    def as_target(logits: Float[Array, "r v"], drafts: list[Int[Array, " r"]]) -> Float[Array, "r v"]:
+        count = logits.shape[0]
+        adjusted = adjust(
+            logits,
+            jnp.arange(count, dtype=jnp.int32),
+            jnp.full(count, len(drafts), jnp.int32),
+            rows=rows.adjust,
+            stop_ids=rows.stop_ids,
+            position=rows.position,
+            slot=slot,
+            drafts=jnp.stack(drafts, axis=1) if drafts else jnp.zeros((count, 0), jnp.int32),
+            tables=tables,
+            penalties=sampling.penalties,
+            steering=sampling.steering,
+        )
+        # A reduced draft vocabulary may hold forbidden tokens only; a draft that is refused is better than NaN.
+        return jnp.where(jnp.max(adjusted, axis=-1, keepdims=True) > -jnp.inf, adjusted, logits)
+
     return propose(
         drafter,
         vocabulary,
@@ -88,6 +116,7 @@ def propose_step(
         sampled=sampling.sampled,
         filtered=sampling.filtered,
         keep_q=sampling.rejection,
+        adjust=as_target if sampling.penalties or sampling.steering else None,
     )
 
 
@@ -100,14 +129,19 @@ def verify_step(
     args: StepArgs,
     proposal: Proposal | None,
     temperatures: Float[Array, " g"] | None,
+    tables: Tables,
     *,
     sampling: Sampling,
     verify_tokens: int,
-) -> tuple[Pools, Slots, Packet]:
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+) -> tuple[Pools, Slots, Tables, Packet]:
     """Verifies the windows of all rows and runs the prefill rows, in one forward; commits what was accepted.
 
     `proposal` is None in a step that drafts nothing: every row then verifies its anchor alone.
-    `temperatures`: sequential temperature scaling (STS), one a position, or None.
+    `temperatures`: sequential temperature scaling (STS), one a position, or None. `tables`: what adjust.py reads
+    in programs with penalties or steering. `logprobs`, `prompt_logprobs`: how many of the likeliest tokens come
+    back with each committed token, or prompt token of the step; None: no log-probabilities.
     """
     rows = slots.take(args.slot)
     active = rows.live & args.decode
@@ -115,7 +149,7 @@ def verify_step(
     if proposal is None:
         proposal = Proposal(tokens=jnp.zeros((count, 0), jnp.int32), confidence=jnp.zeros((count, 0)), log_q=None)
     block_size = proposal.tokens.shape[1]
-    drafted = jnp.where(active & ~rows.fresh, block_size, 0)
+    drafted = jnp.where(active & ~rows.fresh & rows.speculative, block_size, 0)
 
     if block_size:
         conditional, survive = survival(proposal.confidence, temperatures)
@@ -143,16 +177,28 @@ def verify_step(
         verify_tokens=verify_tokens,
         page_size=spec.page_size,
     )
-    logits, features, target_pool = forward(
-        target,
-        spec.target,
-        pools.target,
-        batch,
-        logit_rows=verify_tokens,
-        feature_layers=spec.feature_layers,
+    hidden, features, target_pool = run_layers(
+        target, spec.target, pools.target, batch, feature_layers=spec.feature_layers
     )
+    logits = head(target, hidden[:verify_tokens])
+    row, offset = owners(batch.index, verify_tokens)
+    adjusted = logits
+    if sampling.penalties or sampling.steering:
+        adjusted = adjust(
+            logits,
+            row,
+            offset,
+            rows=rows.adjust,
+            stop_ids=rows.stop_ids,
+            position=rows.position,
+            slot=args.slot,
+            drafts=proposal.tokens,
+            tables=tables,
+            penalties=sampling.penalties,
+            steering=sampling.steering,
+        )
     verdict = judge(
-        logits,
+        adjusted,
         batch.index,
         proposal.tokens,
         proposal.log_q,
@@ -181,14 +227,27 @@ def verify_step(
         draft_pool = inject(drafter, spec.drafter, draft_pool, features, batch)
 
     last = jnp.take_along_axis(done.tokens, jnp.maximum(done.count - 1, 0)[:, None], axis=1)[:, 0]
+    asked = asked_prompt = None
+    if logprobs is not None:
+        packed = log_softmax_of(logits, jnp.maximum(done.tokens[row, offset], 0), logprobs)
+        here = jnp.minimum(batch.index, verify_tokens - 1)
+        asked = jax.tree.map(lambda x: x[here], packed)
+    if prompt_logprobs is not None:
+        assert args.prefill is not None
+        assert args.prefill.following is not None
+        prompt = hidden[verify_tokens:], args.prefill.following
+        asked_prompt = log_softmax_of_prompt(lambda x: head(target, x), *prompt, prompt_logprobs)
+
     slots = Slots(
         anchor=slots.anchor.at[args.slot].set(jnp.where(done.count > 0, last, rows.anchor)),
         position=slots.position.at[args.slot].add(done.count),
         remaining=slots.remaining.at[args.slot].add(-done.count),
         live=slots.live.at[args.slot].set(rows.live & ~done.finished),
         fresh=slots.fresh.at[args.slot].set(rows.fresh & (done.count == 0)),
+        speculative=slots.speculative,
         stop_ids=slots.stop_ids,
         sampling=slots.sampling,
+        adjust=slots.adjust,
     )
     packet = Packet(
         tokens=done.tokens,
@@ -198,5 +257,7 @@ def verify_step(
         window=jnp.where(active, window, 0),
         finished=done.finished,
         confidence=proposal.confidence,
+        logprobs=asked,
+        prompt_logprobs=asked_prompt,
     )
-    return Pools(target_pool, draft_pool), slots, packet
+    return Pools(target_pool, draft_pool), slots, record(tables, args.slot, done.tokens, done.count), packet

@@ -15,17 +15,21 @@ class TextStream:
 
     Text is held back while a character is unfinished, or while it may be the beginning of a stop string. Once a
     stop string is complete `stop_string` names it; the text ends before it and later tokens are not for this
-    stream.
+    stream. The text of the first `minimum` tokens is not searched.
     """
 
-    def __init__(self, decoder: StreamDecoder, stop: Sequence[str] = ()):
+    def __init__(self, decoder: StreamDecoder, stop: Sequence[str] = (), minimum: int = 0):
         self.stop_string: str | None = None
+        self._unsearched = minimum
         self._decoder = decoder
         self._stop = tuple(stop)
         self._held = ""
 
     def push(self, token: int) -> str:
         """The text that `token` sets free."""
+        if self._unsearched:
+            self._unsearched -= 1
+            return self._decoder.push(token)
         return self._release(self._decoder.push(token))
 
     def finish(self) -> str:

@@ -28,10 +28,28 @@ def forward(
     logit_rows: int,
     feature_layers: tuple[int, ...] = (),
 ) -> tuple[Float[Array, "l v"], Float[Array, "t f"] | None, kv.Pool]:
+    """Logits of the first `logit_rows` rows, float32; features and pool as `run_layers` returns them."""
+    x, features, pool = run_layers(decoder, config, pool, batch, feature_layers=feature_layers)
+    return head(decoder, x[:logit_rows]), features, pool
+
+
+def head(decoder: Decoder, hidden: Float[Array, "l h"]) -> Float[Array, "l v"]:
+    """Float32 logits of outputs of the last layer."""
+    return decoder.vocabulary.head.attend(decoder.norm(hidden))
+
+
+def run_layers(
+    decoder: Decoder,
+    config: DecoderConfig,
+    pool: kv.Pool,
+    batch: Batch,
+    *,
+    feature_layers: tuple[int, ...] = (),
+) -> tuple[Float[Array, "t h"], Float[Array, "t f"] | None, kv.Pool]:
     """Runs every packed row through the target and writes its keys and values.
 
-    Returns float32 logits of the first `logit_rows` rows, the outputs of `feature_layers` side by side
-    (layer id l: after layer l; −1: the embedding; None when no layer is asked for), and the pool.
+    Returns the output of the last layer, the outputs of `feature_layers` side by side (layer id l: after layer
+    l; −1: the embedding; None when no layer is asked for), and the pool.
     """
     rotary = Rotary(config.rope, config.head_dim, config.max_position, batch.positions)
     x = decoder.embed(batch.tokens)
@@ -42,8 +60,9 @@ def forward(
         q, k, v = layer.qkv(x, rotary)
         keys[i] = kv.write(keys[i], batch.page, batch.offset, k)
         values[i] = kv.write(values[i], batch.page, batch.offset, v)
-        attended = ragged_attention(q, keys[i], values[i], batch.table, batch.positions, batch.tiles)
+        attended = ragged_attention(
+            q, keys[i], values[i], batch.table, batch.positions, batch.tiles, window=config.window(i)
+        )
         x = outputs[i] = layer.finish(x, attended)
     features = jnp.concatenate([outputs[i] for i in feature_layers], axis=-1) if feature_layers else None
-    logits = decoder.vocabulary.head.attend(decoder.norm(x[:logit_rows]))
-    return logits, features, kv.Pool(tuple(keys), tuple(values))
+    return x, features, kv.Pool(tuple(keys), tuple(values))

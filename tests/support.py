@@ -15,7 +15,7 @@ from jspark.batch import pack
 from jspark.checkpoint import open_drafter, open_target
 from jspark.config import EngineConfig
 from jspark.engine import Engine
-from jspark.request import Request, SamplingParams, Stats
+from jspark.request import Request, SamplingParams, Stats, TokenLogprob
 from jspark.sampling import RowSampling, coupled_gumbel, log_probs
 from jspark.verify import forward
 from jspark.weights import load_decoder, load_drafter
@@ -63,6 +63,8 @@ class Result:
     tokens: list[int] = field(default_factory=list)
     reason: str | None = None
     stats: Stats = field(default_factory=Stats)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 def run(engine: Engine, requests: list[Request]) -> list[Result]:
@@ -75,6 +77,8 @@ def run(engine: Engine, requests: list[Request]) -> list[Result]:
             result = results[update.id]
             assert result.reason is None, "tokens after the end"
             result.tokens += update.tokens
+            result.logprobs += update.logprobs
+            result.prompt_logprobs += update.prompt_logprobs
             result.reason, result.stats = update.finish_reason, update.stats
     assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
     return [results[request.id] for request in requests]
@@ -123,13 +127,32 @@ def full_logits(tokens: tuple[int, ...], name: str = "qwen3_tiny") -> np.ndarray
     return np.asarray(_logits_program(name)(padded, np.int32(len(tokens))))[: len(tokens)]
 
 
+def adjusted(request: Request, output: list[int], logits: np.ndarray) -> np.ndarray:
+    """The rules of jspark/adjust.py, one after the other in NumPy, on the logits of the token after `output`."""
+    p, z = request.params, logits.astype(np.float64).copy()
+    for token in {*request.prompt, *output}:
+        z[token] = z[token] / p.repetition_penalty if z[token] > 0 else z[token] * p.repetition_penalty
+    for token in set(output):
+        z[token] -= p.frequency_penalty * output.count(token) + p.presence_penalty
+    for token, bias in (p.logit_bias or {}).items():
+        z[token] += bias
+    history = [*request.prompt, *output]
+    for word in request.bad_words:
+        begin = list(word[:-1])
+        if not begin or history[-len(begin) :] == begin:
+            z[word[-1]] = -np.inf
+    if len(output) < p.min_tokens:
+        z[list(request.stop_ids)] = -np.inf
+    return z
+
+
 def row_sampling(params: SamplingParams, coupled: bool) -> RowSampling:
     return RowSampling(
         temperature=jnp.full(1, params.temperature, jnp.float32),
         top_k=jnp.full(1, max(params.top_k, 0), jnp.int32),
         top_p=jnp.full(1, params.top_p, jnp.float32),
         min_p=jnp.full(1, params.min_p, jnp.float32),
-        seed=jnp.full(1, params.seed or 0, jnp.uint32),
+        seed=jnp.full(1, ((params.seed or 0) ^ ((params.seed or 0) >> 32)) & 0xFFFFFFFF, jnp.uint32),
         coupled=jnp.full(1, coupled),
     )
 

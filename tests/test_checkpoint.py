@@ -252,10 +252,29 @@ def test_defaults_of_old_configurations(copy):
 
 def test_mistral_without_a_window_is_llama_with_another_name(goldens, copy):
     folder = copy("llama_tiny", architectures=["MistralForCausalLM"], model_type="mistral")
-    refused(open_target, folder, "sliding-window")
+    assert open_target(str(folder)).config.windows == (4096,) * 6
     config = json.loads((folder / "config.json").read_text()) | {"sliding_window": None}
     (folder / "config.json").write_text(json.dumps(config))
     assert open_target(str(folder)).config.rope == open_target(str(goldens / "llama_tiny")).config.rope
+    assert open_target(str(folder)).config.windows == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 4}, (0, 0, 0, 0, 9, 9)),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 9}, (9, 0) * 3),
+        ({"layer_types": ["full_attention"] * 6, "use_sliding_window": True, "sliding_window": 9}, ()),
+        ({"use_sliding_window": False, "sliding_window": 9}, ()),
+    ],
+)
+def test_sliding_windows(copy, changes, windows):
+    assert (
+        open_target(
+            str(copy("qwen3_tiny", **({"layer_types": None, "use_sliding_window": None} | changes)))
+        ).config.windows
+        == windows
+    )
 
 
 def test_biases_are_expected_where_the_config_says_so(goldens, copy):
@@ -339,8 +358,10 @@ def test_a_spare_head_of_a_tied_model_is_ignored(copy):
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
         ({"architectures": "Qwen3ForCausalLM"}, "architectures"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"use_sliding_window": True, "sliding_window": 128}, "sliding-window"),
-        ({"layer_types": ["full_attention"] * 5 + ["sliding_attention"]}, "sliding_attention"),
+        ({"layer_types": ["full_attention"] * 5 + ["sliding_attention"]}, "use_sliding_window"),
+        ({"layer_types": ["full_attention"] * 5 + ["linear_attention"]}, "linear_attention"),
+        ({"layer_types": ["sliding_attention"] * 5, "use_sliding_window": True}, "a list of 6 layers"),
+        ({"layer_types": ["sliding_attention"] * 6, "use_sliding_window": True, "sliding_window": 0}, "sliding"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
         ({"num_experts": 8}, "mixtures of experts"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),

@@ -19,8 +19,8 @@ from jspark.cli_generate import read_prompts
 from jspark.demo import WrappedPrinter
 from jspark.errors import UserError
 
-KEYS = ["text", "output_ids", "finish_reason", "prompt_tokens", "completion_tokens", "steps", "accept_length"]
-KEYS += ["window_histogram", "accepted_histogram", "prefill_seconds", "decode_seconds"]
+KEYS = ["index", "text", "output_ids", "finish_reason", "prompt_tokens", "completion_tokens", "steps"]
+KEYS += ["accept_length", "window_histogram", "accepted_histogram", "prefill_seconds", "decode_seconds"]
 SIZES = ["--max-running-requests", "1", "--context-length", "128", "--chunked-prefill-size", "32"]
 
 
@@ -200,16 +200,32 @@ def test_chat_and_stop_flags_reach_the_engine(text, capsys):
         (["--prompt", ""], "a text prompt needs a tokenizer"),
         (["--token-ids", "1", "--chat"], "--chat puts texts into the chat template"),
         (["--token-ids", "1", "--prompt-file", "/nowhere"], "cannot be read (No such file or directory)"),
-        (["--token-ids", "1", "--max-new-tokens", "0"], "max_tokens is 0"),
-        (["--token-ids", "1", "--max-new-tokens", "512"], "leaves room for 511 more"),
-        (["--token-ids", "1", "--temperature", "nan"], "temperature is nan"),
-        (["--token-ids", "1", "--top-p", "0"], "top_p is 0.0"),
+        (["--token-ids", "1", "--max-new-tokens", "0"], "--max-new-tokens is 0; it must be"),
+        (
+            ["--token-ids", "1", "--max-new-tokens", "512"],
+            "leaves room for 511 more in a context of 512, and --max-new-tokens is 512",
+        ),
+        (["--token-ids", "1", "--temperature", "nan"], "--temperature is nan"),
+        (["--token-ids", "1", "--top-p", "0"], "--top-p is 0.0"),
         (["--token-ids", "1", "--seed", "7"], "--seed does nothing at temperature 0"),
-        (["--token-ids", "1", "--stop", ""], "stop is ('',)"),
+        (["--token-ids", "1", "--stop", ""], "--stop is ('',)"),
+        (["--token-ids", "1", "--n", "2"], "--n is 2; it must be 1 at temperature 0"),
+        (
+            ["--token-ids", "1", "--min-new-tokens", "9", "--max-new-tokens", "3"],
+            "--min-new-tokens is 9; it must be at most --max-new-tokens, which is 3",
+        ),
+        (["--token-ids", "1", "--logit-bias", "3"], "--logit-bias '3' is no list of ids and numbers"),
+        (["--token-ids", "1", "--logit-bias", "320:1"], "--logit-bias: token id 320 is outside the vocabulary"),
+        (["--token-ids", "1", "--logprobs", "2"], "--logprobs shows in JSON only"),
+        (["--token-ids", "1", "--bad-words", "x"], "a text among --bad-words needs a tokenizer"),
+        (["--token-ids", "1", "--verify-mode", "static"], "a verify mode was given without a drafter"),
         (["--token-ids", "1", "--stop-token-ids", "x"], "--stop-token-ids 'x' is no list"),
-        (["--token-ids", "1", "--page-size", "0"], "page_size is 0"),
-        (["--token-ids", "1", "--max-total-tokens", "-5"], "max_total_tokens is -5"),
-        (["--token-ids", "1", "--max-total-tokens", "9999999999999"], "there is not enough memory"),
+        (["--token-ids", "1", "--page-size", "0"], "--page-size is 0"),
+        (["--token-ids", "1", "--max-total-tokens", "-5"], "--max-total-tokens is -5"),
+        (
+            ["--token-ids", "1", "--max-total-tokens", "9999999999999"],
+            "there is not enough memory for a KV pool of this size; lower --max-total-tokens",
+        ),
         (["--token-ids", "1", "--speculative-algorithm", "DSPARK"], "DSPARK needs a drafter"),
         (["--token-ids", "1", "--speculative-dspark-block-size", "3"], "a block size was given without a drafter"),
         (["--token-ids", "1", "--verify-policy", "half"], "unknown verify policy 'half'"),
@@ -318,7 +334,7 @@ def test_demo_refuses_what_it_cannot_do(text, target, tmp_path, capsys):
     assert [e.split(";")[0] for e in errors if e.startswith("jspark")] == [
         f"jspark: error: a chat needs a tokenizer: {target} has no tokenizer.json, so text cannot be used",
         "jspark: error: 600 new tokens do not fit in a context of 512",
-        "jspark: error: max_tokens is 0",
+        "jspark: error: --max-new-tokens is 0",
     ]
 
 

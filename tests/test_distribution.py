@@ -1,12 +1,13 @@
 """Invariant 2 on the whole engine: the rejection sampler's output has the target's distribution."""
 
 import itertools
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
-from support import drafter, full_logits, mesh, prompts, row_sampling, run, target
+from support import adjusted, drafter, full_logits, mesh, prompts, row_sampling, run, target
 from test_lossless import Erratic
 
 from jspark.config import EngineConfig
@@ -18,27 +19,31 @@ NAME = "dspark_qwen3_tiny_vanilla_trained"
 TRIALS, TOKENS = 3000, 4
 
 
-def exact(prompt: tuple[int, ...], params: SamplingParams) -> dict[tuple[int, ...], float]:
+def exact(request: Request) -> dict[tuple[int, ...], float]:
     """Probability of every continuation of TOKENS tokens, from one plain forward a prefix."""
-    rows = row_sampling(params, False)
+    prompt, rows = request.prompt, row_sampling(request.params, False)
     joint: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(TOKENS):
         longer = {}
         for prefix, mass in joint.items():
-            logits = jnp.asarray(full_logits(prompt + prefix)[-1:])
-            p = np.exp(np.asarray(log_probs(logits, rows, filtered=True)))[0]
+            logits = adjusted(request, list(prefix), full_logits(prompt + prefix)[-1])
+            p = np.exp(np.asarray(log_probs(jnp.asarray(logits[None], jnp.float32), rows, filtered=True)))[0]
             for token in np.flatnonzero(p):
                 longer[(*prefix, int(token))] = mass * float(p[token])
         joint = longer
     return joint
 
 
-FILTERS = {"top-k": {"top_k": 3}, "all": {"top_p": 0.8, "min_p": 0.03, "top_k": 5}}
+FILTERS = {
+    "top-k": {"top_k": 3},
+    "all": {"top_p": 0.8, "min_p": 0.03, "top_k": 5},
+    "rules": {"top_k": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.7, "presence_penalty": -0.4},
+}
 
 
 @pytest.mark.parametrize(
     ("mode", "filters"),
-    [("compact", "top-k"), ("compact", "all"), ("static", "top-k"), ("cap-accept", "all")],
+    [("compact", "top-k"), ("compact", "all"), ("static", "top-k"), ("cap-accept", "all"), ("compact", "rules")],
 )
 def test_rejection_sampling_keeps_the_distribution(mode, filters, rng):
     prompt = prompts(NAME)[2]
@@ -54,8 +59,15 @@ def test_rejection_sampling_keeps_the_distribution(mode, filters, rng):
         verify_mode=mode,
     )
     engine = Engine(config, target("qwen3_tiny"), drafter(NAME), policy=Erratic(rng), mesh=mesh())
-    results = run(engine, [Request(i, prompt, params) for i in range(TRIALS)])
-    probabilities = exact(prompt, params)
+    request = Request(0, prompt, params)
+    if filters == "rules":
+        # Forbidden after what comes first most often, and the likeliest tokens made rarer and likelier.
+        first, second, third = np.argsort(full_logits(prompt)[-1])[:-4:-1].tolist()
+        likely = int(np.argmax(full_logits((*prompt, second))[-1]))
+        params = replace(params, logit_bias={first: -0.5, third: 0.5})
+        request = Request(0, prompt, params, bad_words=((second, likely), (*prompt[-2:], third, first)))
+    probabilities = exact(request)
+    results = run(engine, [replace(request, id=i) for i in range(TRIALS)])
     counts = dict.fromkeys(probabilities, 0)
     for result in results:
         counts[tuple(result.tokens)] += 1  # A token outside the filters is a KeyError.

@@ -92,8 +92,8 @@ class Recorder:
         size = self.engine.block_size
         return block_hidden(model, view, config, pool, rows.anchor, rows.position, args.table, size)
 
-    def propose(self, shape, pools, slots, args):
-        proposal = self.programs.propose(shape, pools, slots, args)
+    def propose(self, shape, pools, slots, args, tables):
+        proposal = self.programs.propose(shape, pools, slots, args, tables)
         rows = slots.take(args.slot)
         self.steps.append(
             {
@@ -105,15 +105,15 @@ class Recorder:
         )
         return proposal
 
-    def verify(self, shape, pools, slots, args, proposal):
-        pools, slots, packet = self.programs.verify(shape, pools, slots, args, proposal)
+    def verify(self, shape, pools, slots, args, proposal, tables):
+        pools, slots, tables, packet = self.programs.verify(shape, pools, slots, args, proposal, tables)
         if proposal is not None:
             self.steps[-1] |= {
                 "count": int(packet.count[0]),
                 "accepted": int(packet.accepted[0]),
                 "window": int(packet.window[0]),
             }
-        return pools, slots, packet
+        return pools, slots, tables, packet
 
 
 def record(engine: Engine, name: str, prompt, stop: tuple[int, ...], new: int) -> tuple[Result, list[dict]]:

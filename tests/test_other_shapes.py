@@ -43,6 +43,7 @@ class Shape:
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0}
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 SHAPES = {
     "biases, linear, three shards": Shape(
         "llama",
@@ -63,6 +64,9 @@ SHAPES = {
         {"rope_parameters": LLAMA3 | {"rope_theta": 1000.0, "original_max_position_embeddings": 64}},
     ),
     "one KV head, attention bias": Shape("qwen3", 5, 1, 6, {"rope_theta": 300.0, "attention_bias": True}),
+    "sliding windows": Shape(
+        "qwen3", 4, 2, 8, {"rope_theta": 300.0, "layer_types": SLIDING, "sliding_window": 11}
+    ),
 }
 
 
@@ -114,6 +118,9 @@ def draft(folder: Path, rng, kind: str) -> tuple[str, int]:
     """A drafter of two layers whose heads are not the target's, and its γ."""
     shape = Shape("qwen3", 3, 1, 14, {"rope_theta": 500.0})
     config = shape.json | {"num_hidden_layers": 2, "block_size": 5, "mask_token_id": VOCABULARY - 1}
+    if kind.startswith("sliding "):
+        kind = kind.removeprefix("sliding ")
+        config |= {"layer_types": SLIDING[:2], "sliding_window": 7, "use_sliding_window": True}
     prefix = "model." if kind == "dflash" else ""
     tensors = {f"{prefix}fc.weight": linear(rng, HIDDEN, 3 * HIDDEN)}
     for name in ("hidden_norm", "norm"):
@@ -197,6 +204,8 @@ def judge(shape: Shape, tensors: dict[str, np.ndarray], tokens: tuple[int, ...])
             shared = head // (shape.heads // shape.kv_heads)
             scores = q[:, head] @ k[:, shared].T / math.sqrt(shape.head_dim)
             scores[np.triu_indices(len(tokens), 1)] = -np.inf
+            if c.get("layer_types", ["full_attention"] * 3)[i] == "sliding_attention":
+                scores[np.tril_indices(len(tokens), -c["sliding_window"])] = -np.inf
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             attended.append(weights / weights.sum(-1, keepdims=True) @ v[:, shared])
         x = x + project(np.concatenate(attended, -1), p + "self_attn.o_proj")
@@ -222,13 +231,13 @@ def test_the_target_computes_what_its_config_says(models, name, rng):
     tokens = tuple(rng.integers(0, VOCABULARY, 200).tolist())
     want, got = judge(shape, tensors, tokens), full_logits(tokens, folder)
     np.testing.assert_allclose(got, want, atol=2e-4 * np.abs(want).max())
-    # What the judge would say without the scaling of positions is another answer altogether.
+    # What the judge would say without the scaling of positions, or windows, is another answer altogether.
     flat = Shape(
         shape.model_type,
         shape.heads,
         shape.kv_heads,
         shape.head_dim,
-        {k: v for k, v in shape.config.items() if not k.startswith("rope")},
+        {k: v for k, v in shape.config.items() if not k.startswith(("rope", "layer_types"))},
     )
     assert np.abs(judge(flat, tensors, tokens) - want).max() > 0.05 * np.abs(want).max()
 
@@ -240,6 +249,7 @@ def test_the_target_computes_what_its_config_says(models, name, rng):
         ("tied, yarn", "dflash", "compact", 0),
         ("as many KV heads, llama3", "rnn", "cap-accept", 1),
         ("one KV head, attention bias", "vanilla", "static", 3),
+        ("sliding windows", "sliding dflash", "compact", 0),
     ],
 )
 def test_any_drafter_gives_plain_decodings_tokens(models, name, kind, mode: VerifyMode, block, tmp_path, rng):

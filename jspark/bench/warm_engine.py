@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspark.adjust import Tables
 from jspark.engine import Engine
 from jspark.programs import Programs, ProposeShape, VerifyShape, at_least
 from jspark.propose import Proposal
@@ -79,6 +80,7 @@ class Launches:
             position=np.full(n, self._position, np.int32),
             remaining=np.full(n, 1 << 20, np.int32),
             live=np.ones(n, bool),
+            speculative=np.ones(n, bool),
         )
         return self.programs.place(table)
 
@@ -107,12 +109,13 @@ class Launches:
 
     def propose(self, slots: Slots, args: StepArgs) -> Proposal:
         """Launches the propose program."""
-        return self.programs.propose(ProposeShape(self.rows, self.pages, Sampling()), self._pools, slots, args)
+        shape = ProposeShape(self.rows, self.pages, Sampling())
+        return self.programs.propose(shape, self._pools, slots, args, Tables())
 
     def verify(self, tokens: int, slots: Slots, args: StepArgs, proposal: Proposal | None) -> Packet:
         """Launches the verify program of the tier `tokens`."""
         shape = VerifyShape(self.rows, self.pages, Sampling(), tokens, proposal is not None, None)
-        self._pools, _, packet = self.programs.verify(shape, self._pools, slots, args, proposal)
+        self._pools, _, _, packet = self.programs.verify(shape, self._pools, slots, args, proposal, Tables())
         return packet
 
     def _tokens(self, shape: int | tuple[int, ...]) -> np.ndarray:

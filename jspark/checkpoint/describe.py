@@ -81,6 +81,7 @@ def _decoder(config: DecoderConfig) -> dict[str, Any]:
         "max_position": config.max_position,
         "tie_embeddings": config.tie_embeddings,
         "rope": _rope(config.rope),
+        **({"sliding_windows": list(config.windows)} if config.windows else {}),
     }
 
 

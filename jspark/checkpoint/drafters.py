@@ -14,7 +14,7 @@ from typing import Literal
 
 from jspark.checkpoint.draft_vocabulary import MASK
 from jspark.checkpoint.hf_config import architectures, decoder_config
-from jspark.checkpoint.settings import MAX_LAYERS, Settings
+from jspark.checkpoint.settings import MAX_LAYERS, MAX_POSITION, Settings
 from jspark.checkpoint.source import DECODER_RULES, TRANSPOSE, Rule, linear_rules, rule
 from jspark.config import DrafterConfig
 from jspark.errors import UserError
@@ -65,6 +65,14 @@ def _read_specforge(config: Settings, asked: bool | None) -> DrafterConfig:
     """`dflash_config` or the same keys on the top level; otherwise as DeepSpec."""
     inner = _with_section(config, "dflash_config")
     _refuse_variants(inner)
+    if inner.flag("use_swa", False):
+        if not config.get("layer_types"):
+            raise config.bad("layer_types", "a list that says which layers have the sliding window of use_swa")
+        window = {
+            "use_sliding_window": True,
+            "sliding_window": inner.integer("swa_window_size", high=MAX_POSITION),
+        }
+        config = Settings({**config.values, **window}, config.origin)
     anchor = _anchor(inner, asked, True)
     return _drafter(config, inner, "specforge", anchor, _heads(inner, with_markov=True))
 
@@ -83,7 +91,9 @@ def _read_dflash(config: Settings, asked: bool | None) -> DrafterConfig:
             config.integer("num_hidden_layers", high=MAX_LAYERS),
         )
     )
-    return _drafter(config, inner, "z-lab", _anchor(inner, asked, False), _NO_HEADS, ids)
+    # The serving programs read a sliding layer as causal where nothing is said.
+    causal = inner.flag(_causal_key(inner), True)
+    return _drafter(config, inner, "z-lab", _anchor(inner, asked, False), _NO_HEADS, ids, causal_windows=causal)
 
 
 def _read_speculators(config: Settings, asked: bool | None) -> DrafterConfig:
@@ -104,7 +114,9 @@ def _read_speculators(config: Settings, asked: bool | None) -> DrafterConfig:
         # Files from before the key was there are all of the kind that does not predict.
         anchor, heads = _anchor(config, asked, False if asked is None else asked), _NO_HEADS
     ids = _layer_ids(config, "aux_hidden_state_layer_ids", 0)
-    return _drafter(layers, config, "speculators", anchor, heads, tuple(i - 1 for i in ids))
+    causal = not config.flag("sliding_window_non_causal", False)
+    ids = tuple(i - 1 for i in ids)
+    return _drafter(layers, config, "speculators", anchor, heads, ids, causal_windows=causal)
 
 
 @dataclass(frozen=True)
@@ -157,14 +169,21 @@ def _drafter(
     anchor: bool,
     heads: _Heads,
     ids: tuple[int, ...] | None = None,
+    *,
+    causal_windows: bool = False,
 ) -> DrafterConfig:
     """What all dialects have in common. block_size counts rows, of which the anchor's may not predict."""
     if heads.markov == "rnn" and not anchor:
         # Its state would have to take in the anchor's row, whose prediction is dropped.
         raise config.bad("markov_head_type", "vanilla or gated in a drafter that does not predict from the anchor")
     unused = 0 if anchor else 1
+    decoder = decoder_config(backbone, "qwen3")
+    if config.flag(_causal_key(config), False) and not (
+        causal_windows and decoder.windows and all(decoder.windows)
+    ):
+        raise config.bad(_causal_key(config), "false: a block is causal in layers with a sliding window alone")
     return DrafterConfig(
-        backbone=decoder_config(backbone, "qwen3"),
+        backbone=decoder,
         block_size=config.integer("block_size", low=1 + unused, high=_MAX_BLOCK) - unused,
         mask_token_id=config.integer("mask_token_id", low=0),
         target_layer_ids=_layer_ids(config) if ids is None else ids,
@@ -172,18 +191,21 @@ def _drafter(
         markov=heads.markov,
         markov_rank=heads.rank,
         confidence=heads.confidence,
+        causal_windows=causal_windows and bool(decoder.windows),
         dialect=dialect,
     )
 
 
 def _refuse_variants(config: Settings) -> None:
     """UserError for drafters of the same name whose attention is another."""
-    if config.flag("is_causal", False):
-        raise config.bad("is_causal", "false: blocks with causal attention are not supported")
     modes = config.get("attention_modes") or [config.get("attention_mode")]
     if not isinstance(modes, list) or any(mode not in (None, "gqa", "mha") for mode in modes):
         key = "attention_modes" if config.get("attention_modes") else "attention_mode"
         raise config.bad(key, "gqa or mha")
+
+
+def _causal_key(config: Settings) -> str:
+    return "is_causal" if config.get("is_causal") is not None else "causal"
 
 
 def _with_section(config: Settings, key: str) -> Settings:

@@ -94,6 +94,8 @@ def _dialect(config: DrafterConfig) -> str:
         raise refuse(f"drafts only {config.draft_vocab_size} of {b.vocab_size} tokens")
     if not b.qk_norm or b.mlp_bias or b.qkv_bias != b.output_bias:
         raise refuse("has layers of another kind than Qwen3's")
+    if config.predicts_from_anchor and config.causal_windows:
+        raise refuse("has sliding windows that are causal inside the block")
     if config.predicts_from_anchor:
         return "deepspec"
     if config.markov != "none" or config.confidence != "none":
@@ -105,8 +107,13 @@ def _config(config: DrafterConfig, target_layers: int, dtype: str) -> dict[str, 
     values = _backbone(config.backbone) | {"dtype": dtype}
     if target_layers:
         values["num_target_layers"] = target_layers
-    block = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
+    block: dict[str, Any] = {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+    }
     if config.dialect == "z-lab":
+        if config.backbone.windows and not config.causal_windows:
+            block["causal"] = False
         return values | {
             "architectures": ["DFlashDraftModel"],
             "block_size": config.block_rows,
@@ -142,8 +149,9 @@ def _backbone(b: DecoderConfig) -> dict[str, Any]:
         "rope_scaling": None if b.rope.kind == "default" else rope,
         "attention_bias": b.qkv_bias,
         "hidden_act": "silu",
-        "layer_types": ["full_attention"] * b.num_layers,
-        "use_sliding_window": False,
+        "layer_types": ["sliding_attention" if b.window(i) else "full_attention" for i in range(b.num_layers)],
+        "use_sliding_window": bool(b.windows),
+        "sliding_window": max(b.windows, default=None),
         "tie_word_embeddings": b.tie_embeddings,
         "eos_token_id": list(b.eos_token_ids) or None,
     }

@@ -72,6 +72,7 @@ def decoder_config(config: Settings, model_type: str, generation: Settings | Non
         tie_embeddings=config.flag("tie_word_embeddings", False),
         eos_token_ids=_distinct(i for s in sources for i in s.integers("eos_token_id", 0, vocab - 1)),
         model_type=model_type,
+        windows=_windows(config, model_type),
     )
     return check_heads(decoder, config.origin)
 
@@ -142,20 +143,46 @@ def _refuse_unsupported(config: Settings, model_type: str) -> None:
             raise refuse(f"mixtures of experts ({key}) are")
     if config.get("hidden_act") not in (None, "silu", "swish"):
         raise refuse(f"the activation {config.get('hidden_act')!r} is")
+    known = {"full_attention"} if model_type == "llama" else {"full_attention", "sliding_attention"}
+    odd = sorted({str(kind) for kind in _layer_types(config)} - known)
+    if odd:
+        raise refuse(f"layers of type {', '.join(odd)} are")
+    if model_type == "llama" and config.flag("use_sliding_window", False):
+        raise refuse("sliding-window attention in a Llama is")
+
+
+def _layer_types(config: Settings) -> list:
     layer_types = config.get("layer_types") or []
     if not isinstance(layer_types, list):
         raise config.bad("layer_types", "a list")
-    odd = sorted({str(kind) for kind in layer_types} - {"full_attention"})
-    if odd:
-        raise refuse(f"layers of type {', '.join(odd)} are")
-    # Mistral's config class has a window of 4096 where the key is absent; only an explicit null turns it off.
-    windowed = (
-        config.values.get("sliding_window", 4096) is not None
-        if model_type == "mistral"
-        else config.flag("use_sliding_window", False)
-    )
-    if windowed:
-        raise refuse("sliding-window attention is")
+    return layer_types
+
+
+def _windows(config: Settings, model_type: str) -> tuple[int, ...]:
+    """The sliding window of every layer, as transformers' Qwen3 and Mistral read the keys; () where none has one.
+
+    A query sees the keys less than a window before it, itself included.
+    """
+    if model_type == "llama":
+        return ()
+    layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    kinds = _layer_types(config)
+    if kinds and len(kinds) != layers:
+        raise config.bad("layer_types", f"a list of {layers} layers, as num_hidden_layers says")
+    slides = [kind == "sliding_attention" for kind in kinds]
+    if model_type == "mistral":
+        # Its config class has a window of 4096 where the key is absent; only an explicit null turns it off.
+        used = config.values.get("sliding_window", 4096) is not None and (not kinds or any(slides))
+        slides = slides or [True] * layers
+    else:
+        used = config.flag("use_sliding_window", any(slides))
+        if any(slides) and not used:
+            raise config.bad("use_sliding_window", "true, as layer_types has layers of sliding_attention")
+        slides = slides or [i >= config.integer("max_window_layers", 28, low=0) for i in range(layers)]
+    if not used or not any(slides):
+        return ()
+    window = config.integer("sliding_window", 4096, high=MAX_POSITION)
+    return tuple(window if slide else 0 for slide in slides)
 
 
 def _distinct(ids: Iterable[int]) -> tuple[int, ...]:

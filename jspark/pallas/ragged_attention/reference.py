@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
+
+from jspark.pallas.ragged_attention.segments import Segments
 
 
 @jax.tree_util.register_dataclass
@@ -48,6 +50,19 @@ def _scores(q: Float[Array, "m k q d"], k: Float[Array, "m k c d"]) -> Float[Arr
     return scores * (q.shape[-1] ** -0.5)
 
 
+def _within(key: Int[Array, "*#m"], query: Int[Array, "*#m"], window: int | None) -> Bool[Array, "*m"]:
+    """Whether the query's position sees the key's: not later, and less than `window` back."""
+    seen = key <= query
+    return seen if window is None else seen & (key > query - window)
+
+
+def _masked(scores: Float[Array, "m k q c"], seen: Bool[Array, "#m b c"]) -> Float[Array, "m k q c"]:
+    """−inf where a query does not see a key; `seen` is the same for the query heads of a group."""
+    if seen.shape[1] > 1:
+        seen = jnp.tile(seen, (1, scores.shape[2] // seen.shape[1], 1))
+    return jnp.where(seen[:, None], scores, -jnp.inf)
+
+
 def ragged_attention(
     q: Float[Array, "t n d"],
     k_pool: Float[Array, "pages k s d"],
@@ -55,11 +70,13 @@ def ragged_attention(
     table: Int[Array, "r p"],
     positions: Int[Array, " t"],
     tiles: tuple[Tiles, ...],
+    *,
+    window: int | None = None,
 ) -> Float[Array, "t n d"]:
     """Causal attention of packed rows over their own pages.
 
     Row t sees the positions 0..positions[t] of its request, its own included: the caller writes keys and values
-    first. Packed rows in no tile come out as zeros.
+    first. With a sliding window it sees the last `window` of these. Packed rows in no tile come out as zeros.
     """
     out = jnp.zeros_like(q)
     for tile in tiles:
@@ -68,10 +85,9 @@ def ragged_attention(
         rows = tile.index.shape[1]
         index = jnp.minimum(tile.index, q.shape[0] - 1)
         scores = _scores(_grouped(q[index], k_pool.shape[1]), keys)
-        seen = jnp.arange(keys.shape[2])[None, None, :] <= positions[index][:, :, None]
-        group = scores.shape[2] // rows
-        seen = jnp.tile(seen, (1, group, 1))[:, None]
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(values.dtype)
+        seen = _within(jnp.arange(keys.shape[2])[None, None, :], positions[index][:, :, None], window)
+        scores = _masked(scores, seen)
+        weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
         tile_out = _ungrouped(jnp.einsum("mkqc,mkcd->mkqd", weights, values), rows)
         out = out.at[tile.index].set(tile_out.astype(q.dtype), mode="drop")
     return out
@@ -79,21 +95,69 @@ def ragged_attention(
 
 def block_attention(
     q: Float[Array, "r b n d"],
-    k: Float[Array, "r b k d"],
-    v: Float[Array, "r b k d"],
-    k_pool: Float[Array, "pages k s d"],
-    v_pool: Float[Array, "pages k s d"],
-    table: Int[Array, "r p"],
+    k: Float[Array, "r s k d"],
+    v: Float[Array, "r s k d"],
+    k_pool: Float[Array, "pages k p d"],
+    v_pool: Float[Array, "pages k p d"],
+    table: Int[Array, "r n_pages"],
     context: Int[Array, " r"],
+    *,
+    window: int | None = None,
+    causal: bool = False,
 ) -> Float[Array, "r b n d"]:
-    """Attention of a draft block: every row sees positions 0..context−1 from the pages and the whole block."""
+    """Attention of a draft block: every row sees positions 0..context−1 from the pages and the whole block.
+
+    The block stands at positions context.., and the queries are its last b rows (all of them, if b = s). With a
+    sliding window a row sees what is less than `window` positions away; if `causal`, no later row of the block.
+    """
     block_k, block_v = (jnp.moveaxis(x, 1, 2) for x in (k, v))
     queries = _grouped(q, k_pool.shape[1])
     values = _gather(v_pool, table)
-    scores = _scores(queries, _gather(k_pool, table))
-    seen = jnp.arange(scores.shape[-1])[None, None, None, :] < context[:, None, None, None]
-    scores = jnp.concatenate([jnp.where(seen, scores, -jnp.inf), _scores(queries, block_k)], axis=-1)
+    key, start = jnp.arange(values.shape[2])[None, None, :], context[:, None, None]
+    own = jnp.arange(k.shape[1])[None, None, :]
+    row = own[:, :, -q.shape[1] :].swapaxes(1, 2)
+    seen = key < start
+    if window is not None:
+        seen &= _within(key, start + row, window)
+    scores = _masked(_scores(queries, _gather(k_pool, table)), seen)
+    block_scores = _scores(queries, block_k)
+    if causal or window is not None:
+        seen = _within(own, row, window)
+        block_scores = _masked(block_scores, seen if causal else seen | _within(row, own, window))
+    scores = jnp.concatenate([scores, block_scores], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     past, own = jnp.split(weights, [values.shape[2]], axis=-1)
     out = jnp.einsum("mkqc,mkcd->mkqd", past, values) + jnp.einsum("mkqc,mkcd->mkqd", own, block_v)
     return _ungrouped(out, q.shape[1]).astype(q.dtype)
+
+
+def attend(
+    q: Float[Array, "t n d"],
+    k_pool: Float[Array, "pages k s d"],
+    v_pool: Float[Array, "pages k s d"],
+    table: Int[Array, "r p"],
+    segments: Segments,
+    *,
+    causal: bool,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Float[Array, "t n d"]:
+    """The op (dispatch.attend) in XLA: each segment is one row of a rectangle `segments.max_rows` wide."""
+    index, positions = segments.rectangle(q.shape[0])
+    keys, values = _gather(k_pool, table[segments.row]), _gather(v_pool, table[segments.row])
+    key = jnp.arange(keys.shape[2], dtype=jnp.int32)
+    # What no row sees may hold anything, NaN too: a weight of 0 would not silence it.
+    values = jnp.where((key[None, :] < segments.length[:, None])[:, None, :, None], values, 0)
+    queries = q.at[index].get(mode="fill", fill_value=0)
+    scores = jnp.einsum(
+        "mkqd,mkcd->mkqc", _grouped(queries, k_pool.shape[1]), keys, preferred_element_type=jnp.float32
+    )
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    last = positions if causal else jnp.broadcast_to(segments.length[:, None] - 1, positions.shape)
+    seen = key[None, None, :] <= last[:, :, None]
+    if window is not None:
+        seen &= key[None, None, :] > positions[:, :, None] - window
+    seen = jnp.tile(seen, (1, scores.shape[2] // seen.shape[1], 1))[:, None]
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(values.dtype)
+    rows = _ungrouped(jnp.einsum("mkqc,mkcd->mkqd", weights, values), segments.max_rows)
+    return jnp.zeros_like(q).at[index].set(rows.astype(q.dtype), mode="drop")
