@@ -26,8 +26,9 @@ class Running:
 
     tokens: the prompt and what was committed. limit: tokens it may commit in all. admission: a number of its own
     for every time it gets a slot, so that results from before a preemption are recognised. start: tokens it had
-    then. fresh: no decode step was dispatched since, so there is nothing to draft from. prefilled: tokens whose keys and values are in its pages as far as dispatched; the last token is the
-    anchor, so n tokens have n − 1 to prefill. in_flight: decode steps dispatched and not collected.
+    then. fresh: no decode step was dispatched since, so there is nothing to draft from. prefilled: tokens whose
+    keys and values are in its pages as far as dispatched; the last token is the anchor, so n tokens have n − 1
+    to prefill. in_flight: decode steps dispatched and not collected.
     """
 
     request: Request

@@ -134,7 +134,8 @@ def test_simple_policies():
     s = state(np.full((3, 5), 0.5))
     assert Full().plan(s) == Plan(15)
     assert Fixed(2).plan(s) == Plan(6, max_window=2)
-    assert Fixed(9).plan(s) == Plan(15, max_window=5)
+    with pytest.raises(UserError, match="fixed:5 or less"):
+        Fixed(9).plan(s)
     assert Fixed(0).plan(s) == Plan(0, max_window=0, drafts=False)
     assert Threshold(0.4).plan(s) == Plan(15, threshold=0.4)
 

@@ -73,7 +73,7 @@ class Loop:
 
     def step(self) -> None:
         scheduler, device = self.scheduler, self.device
-        for running in scheduler.admit():
+        for running in scheduler.admit(0.0):
             device.slots[running.slot] = Row(list(running.tokens), running.limit - running.committed)
             if running.request.id not in self.order:
                 self.order.append(running.request.id)
@@ -95,7 +95,7 @@ class Loop:
 
     def collect(self, results: list[tuple[Running, int, list[int], bool]]) -> None:
         for running, admission, tokens, finished in results:
-            if running.finished or running.slot < 0 or running.admission != admission:
+            if not running.holds(admission):
                 continue
             running.in_flight -= 1
             running.tokens += tokens
