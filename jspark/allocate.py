@@ -15,17 +15,17 @@ from jaxtyping import Array, Float, Int
 
 
 def survival(
-    confidence_logits: Float[Array, "r g"], temperatures: Float[Array, " g"] | None
+    confidence_logits: Float[Array, "r g"], temperatures: Float[Array, "*#r g"] | None
 ) -> tuple[Float[Array, "r g"], Float[Array, "r g"]]:
     """(conditional, survival): the chance that a drafted token is accepted given that those before it were,
     and the chance that all up to it are.
 
-    temperatures: of sequential temperature scaling, σ(logit_k / T_k); None is 1 everywhere. A NaN confidence
-    is 0.
+    temperatures: of sequential temperature scaling, σ(logit_k / T_k), of all rows or one set a row; None is 1
+    everywhere. A NaN confidence is 0.
     """
     logits = confidence_logits.astype(jnp.float32)
     if temperatures is not None:
-        logits = logits / temperatures.astype(jnp.float32)[None]
+        logits = logits / jnp.broadcast_to(temperatures.astype(jnp.float32), logits.shape)
     conditional = _no_nan(jax.nn.sigmoid(logits))
     return conditional, jnp.cumprod(conditional, axis=1)
 

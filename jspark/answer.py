@@ -16,16 +16,18 @@ from jspark.text import TextStream
 class Output:
     """The answer to one prompt.
 
-    index: which of the prompt's `n` continuations. text: None without a tokenizer; what ended it (stop string,
-    stop token) is not part of it. output_ids: new tokens only, up to the one that ended it. stop_reason: the stop
-    string or the id of the stop token. steps: target forwards that committed tokens of this prompt after its
-    prefill. accept_length: tokens after the first, per step; None without a step. window_histogram[n]: steps that
-    sent n drafted tokens to verification; accepted_histogram[n]: steps that accepted n of them (both γ + 1 long).
-    Seconds run from admission to the first token, and from there to the last; compilation on first use is inside
-    them. logprobs: one entry a token of output_ids. prompt_logprobs: one a prompt token, None for the first, which
-    nothing predicts. Both are None where not asked for.
+    model: the name under which it is served. index: which of the prompt's `n` continuations. text: None without
+    a tokenizer; what ended it (stop string, stop token) is not part of it. output_ids: new tokens only, up to the
+    one that ended it. stop_reason: the stop string or the id of the stop token. steps: target forwards that
+    committed tokens of this prompt after its prefill. accept_length: tokens after the first, per step; None
+    without a step. window_histogram[n]: steps that sent n drafted tokens to verification; accepted_histogram[n]:
+    steps that accepted n of them (both γ + 1 long). Seconds run from admission to the first token, and from there
+    to the last; compilation on first use is inside them. logprobs: one entry a token of output_ids.
+    prompt_logprobs: one a prompt token, None for the first, which nothing predicts. Both are None where not asked
+    for.
     """
 
+    model: str
     index: int
     text: str | None
     output_ids: list[int]
@@ -72,6 +74,7 @@ class Answer:
         block_size: int,
         limit: int,
         *,
+        model: str,
         prompt: int,
         index: int,
         echo: str,
@@ -80,6 +83,7 @@ class Answer:
         self.finish_reason: FinishReason | None = None
         self._text = text
         self._block_size = block_size
+        self._model = model
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[TokenLogprob] = []
@@ -125,6 +129,7 @@ class Answer:
         assert self.finish_reason is not None
         stats, count, params = self._stats, len(self._ids), self.request.params
         return Output(
+            model=self._model,
             index=self.index,
             text="".join(self._pieces) if self._text else None,
             output_ids=self._ids,

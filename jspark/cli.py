@@ -9,30 +9,38 @@ from __future__ import annotations
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from tyro.conf import subcommand
 
 import jspark
 from jspark.cli_bench import Bench
+from jspark.cli_calibrate import Calibrate
 from jspark.cli_convert import Convert
+from jspark.cli_eval import Eval
 from jspark.cli_generate import Generate
 from jspark.cli_info import Info
 from jspark.demo import Demo
-from jspark.errors import UserError
+from jspark.errors import JsparkWarning, UserError
 from jspark.flags import in_flags
 
 Command = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Info, subcommand("info")]
     | Annotated[Convert, subcommand("convert")]
+    | Annotated[Calibrate, subcommand("calibrate")]
+    | Annotated[Eval, subcommand("eval")]
     | Annotated[Demo, subcommand("demo")]
     | Annotated[Bench, subcommand("bench")]
 )
 #: Flags without the names of their groups, lists by repetition, no --no-… twins.
 _STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.UseAppendAction, tyro.conf.FlagCreatePairsOff)
+
+
+_SHOW_WARNING = warnings.showwarning
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character that the terminal's encoding lacks must not end an answer.
         sys.stdout.reconfigure(errors="backslashreplace")
+    warnings.showwarning = _show_warning
     if args == ["--version"]:
         print(f"jspark {jspark.__version__}")
         return 0
@@ -66,6 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return 2
     return code
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **rest: Any) -> None:
+    """Ours as a line that users can read, without the place in the code."""
+    if issubclass(category, JsparkWarning):
+        print("jspark: warning:", message, file=sys.stderr)
+    else:
+        _SHOW_WARNING(message, category, *place, **rest)
 
 
 def _drop_output() -> None:

@@ -20,7 +20,7 @@ class Convert:
     """Write a drafter as DeepSpec does (config.json and model.safetensors), or as z-lab does for DFlash."""
 
     source: Annotated[Positional[str], arg(metavar="DRAFT")]
-    """The drafter's folder, in any dialect."""
+    """The drafter's folder or Hub id (org/name or org/name@REV), in any dialect."""
     target: Annotated[Positional[str], arg(metavar="FOLDER")]
     """The folder to make."""
     dtype: Annotated[

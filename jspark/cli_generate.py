@@ -20,7 +20,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from tyro.conf import arg
 
 from jspark.errors import UserError
-from jspark.flags import EngineFlags, SamplingFlags, SpeculationFlags, open_llm, token_ids
+from jspark.flags import EngineFlags, ModelFlags, SamplingFlags, SpeculationFlags, open_llm, token_ids
 
 if TYPE_CHECKING:
     from jspark.llm import LLM, Output
@@ -33,8 +33,7 @@ Prompt = str | list[int]
 class Generate:
     """Answer prompts: text streams to stdout, figures go to stderr."""
 
-    model_path: str
-    """A Hugging Face folder, a GGUF file, or the built-in smollm2-135m."""
+    model: ModelFlags
     prompt: Annotated[tuple[str, ...], arg(metavar="TEXT")] = ()
     """A text to continue. Answers come in this order: --prompt, --token-ids, --prompt-file."""
     token_ids: Annotated[tuple[str, ...], arg(metavar="ID,ID,…")] = ()
@@ -53,13 +52,16 @@ class Generate:
     def run(self) -> int:
         """Answers all prompts."""
         prompts = self._prompts()
+        if self.model.chat_template is not None and not self.chat:
+            raise UserError("--chat-template does nothing without --chat; add --chat, or drop it")
         params = self.sampling.params()
         for flag, k in (("--logprobs", params.logprobs), ("--prompt-logprobs", params.prompt_logprobs)):
             if k is not None and not self.json:
                 raise UserError(f"{flag} shows in JSON only; add --json, or drop it")
-        llm = open_llm(self.model_path, self.speculation, self.engine)
+        llm = open_llm(self.model, self.speculation, self.engine)
         asked: list[Prompt] = [self._chat(llm, p) for p in prompts] if self.chat else prompts
-        started = time.perf_counter()
+        # What the drafter's trial compiled is not part of this.
+        ready, started = llm.engine.programs.report.seconds, time.perf_counter()
         if self.json:
             for _, output in _in_order(llm, asked, params):
                 print(json_format.dumps(_record(output)), flush=True)
@@ -71,7 +73,8 @@ class Generate:
             for i, output in _in_order(llm, asked, params):
                 print(_block(i, prompts[i], output, params.n), flush=True)
                 outputs.append(output)
-        _print_figures(llm, outputs, time.perf_counter() - started)
+        compiling = llm.engine.programs.report.seconds - ready
+        _print_figures(llm, outputs, time.perf_counter() - started, compiling)
         return 0
 
     def _prompts(self) -> list[Prompt]:
@@ -181,11 +184,11 @@ def _record(output: Output) -> dict:
     return {name: value for name, value in record.items() if value is not None or "logprobs" not in name}
 
 
-def _print_figures(llm: LLM, outputs: Sequence[Output], seconds: float) -> None:
+def _print_figures(llm: LLM, outputs: Sequence[Output], seconds: float, compiling: float) -> None:
     report = llm.engine.programs.report
     tokens = sum(o.completion_tokens for o in outputs)
     steps = sum(o.steps for o in outputs)
-    parts = [f"{tokens} tokens", f"{tokens / max(seconds - report.seconds, 1e-9):.1f} tokens/s"]
+    parts = [f"{tokens} tokens", f"{tokens / max(seconds - compiling, 1e-9):.1f} tokens/s"]
     if steps and llm.algorithm != "NONE":
         parts.append(f"accept length τ {(tokens - len(outputs)) / steps:.2f}")
     parts.append(f"{report.programs} programs made ready in {report.seconds:.1f} s (not in the rate)")

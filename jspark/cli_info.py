@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import Positional, arg
 
-from jspark.flags import AnchorPredicts, yes_or_no
+from jspark.flags import AnchorPredicts, Revision, yes_or_no
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,11 @@ class Info:
     """Say what a target or a drafter is, from its files' headers."""
 
     checkpoint: Annotated[Positional[str], arg(metavar="MODEL_OR_DRAFT")]
-    """A folder, a GGUF file or a built-in model's name."""
+    """A folder, a GGUF file, a built-in model's name or a Hub id: org/name, org/name@REV, org/name:FILE."""
+    revision: Revision = None
+    """Branch, tag or commit of a model of the Hub."""
+    offline: bool = False
+    """Fetches nothing: the files come from the disk."""
     json: bool = False
     """One JSON object instead of a table."""
 
@@ -33,7 +37,7 @@ class Info:
         """Prints the facts."""
         from jspark.checkpoint import describe
 
-        facts = describe(self.checkpoint, yes_or_no(self.draft_anchor_predicts))
+        facts = describe(self.checkpoint, yes_or_no(self.draft_anchor_predicts), self.revision, self.offline)
         if self.json:
             print(json_format.dumps(facts))
             return 0

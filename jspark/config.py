@@ -6,12 +6,12 @@ Does not know: file formats (checkpoint/ fills these in), arrays, or the command
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jspark.errors import UserError
 
-Algorithm = Literal["NONE", "DFLASH", "DSPARK"]
+Algorithm = Literal["NONE", "DFLASH", "DSPARK", "EAGLE3"]
 DType = Literal["float32", "bfloat16"]
 VerifyMode = Literal["static", "compact", "cap-accept"]
 
@@ -64,19 +64,44 @@ class DecoderConfig:
     model_type: str = "llama"
     windows: tuple[int, ...] = ()
 
+    @property
+    def reach(self) -> int:
+        """Positions that its rotary embedding was made for; no limit where every layer has a sliding window."""
+        if self.windows and all(self.windows):
+            return 1 << 31
+        stretched = self.rope.original_max_position * self.rope.factor if self.rope.kind == "yarn" else 0
+        return max(self.max_position, int(stretched))
+
     def window(self, layer: int) -> int | None:
         """Tokens that a layer's queries see, their own included; None for all of them."""
         return (self.windows[layer] or None) if self.windows else None
 
 
 @dataclass(frozen=True)
+class Eagle3Config:
+    """What EAGLE-3 drafters differ in.
+
+    norm_before_residual: the first layer's residual is the normed hidden state. norm_before_fc, fc_norm: features
+    are normed before they are projected, all together or each on its own. norm_output: a slot hands its normed
+    output on to the next one.
+    """
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
-    """A block-diffusion drafter: backbone, features it reads, sequential head, confidence head.
+    """A block-diffusion drafter: backbone, features it reads, sequential head, confidence head; or EAGLE-3.
 
     `block_size` is γ, the number of drafted tokens, in every dialect. A drafter that predicts from the anchor
     row runs γ rows (DSpark); one that does not runs γ + 1 and drops the first (DFlash).
     `target_layer_ids`: layer id l is the output of target layer l, −1 the embedding.
     `draft_vocab_size`: how many of the target's tokens it can draft; 0: all, and there is no mask.
+    `eagle3`: it is an autoregressive drafter, whose chain may be longer than the `block_size` it was trained for.
+    Its `mask_token_id` means nothing, and `target_layer_ids` () stands for three layers that the target decides.
     `causal_windows`: in layers with a sliding window, a row of the block does not see later ones.
     """
 
@@ -92,12 +117,29 @@ class DrafterConfig:
     own_head: bool = False
     draft_vocab_size: int = 0
     causal_windows: bool = False
+    eagle3: Eagle3Config | None = None
     dialect: str = "deepspec"
+
+    @property
+    def feature_count(self) -> int:
+        """Target layers that it reads."""
+        return len(self.target_layer_ids) or 3
 
     @property
     def block_rows(self) -> int:
         """Rows the backbone runs to draft `block_size` tokens."""
         return self.block_size if self.predicts_from_anchor else self.block_size + 1
+
+
+def with_layer_ids(drafter: DrafterConfig, target: DecoderConfig) -> DrafterConfig:
+    """`drafter` with the layers it reads; where it does not say, the ones that SGLang and vLLM take for EAGLE-3.
+
+    These are inputs of layers 2, n/2 and n − 3, hence outputs of the layers before.
+    """
+    if drafter.target_layer_ids:
+        return drafter
+    n = target.num_layers
+    return replace(drafter, target_layer_ids=(1, n // 2 - 1, n - 4))
 
 
 def check_drafter_fits(drafter: DrafterConfig, target: DecoderConfig) -> None:
@@ -132,9 +174,10 @@ class EngineConfig:
 
     max_running_requests: request slots (R at most). page_size: tokens a KV page. max_total_tokens: tokens the
     page pool holds. context_length: longest prompt + output. chunked_prefill_size: prompt tokens a step.
-    block_size: γ at run time (0: the checkpoint's). row_buckets, token_tiers: the ladders of R and T. overlap:
-    dispatch a step before the last one is collected (None: on GPUs). prefix_cache: keep the pages of finished
-    requests for later ones that begin alike.
+    block_size: γ at run time (0: the checkpoint's). row_buckets, token_tiers: the ladders of R and T.
+    single_shapes: one bucket each of rows, pages and prefill instead of ladders, so few programs to compile and
+    padding in every step: for runs of many prompts. overlap: dispatch a step before the last one is collected
+    (None: on GPUs). prefix_cache: keep the pages of finished requests for later ones that begin alike.
     """
 
     max_running_requests: int = 0
@@ -147,6 +190,7 @@ class EngineConfig:
     dtype: DType = "float32"
     row_buckets: tuple[int, ...] = ()
     token_tiers: tuple[int, ...] = ()
+    single_shapes: bool = False
     overlap: bool | None = None
     prefix_cache: bool = True
 

@@ -16,12 +16,13 @@ from typing import Any, Literal
 import numpy as np
 
 from jspark.errors import UserError
+from jspark.files import MAX_JSON, UnreadableError, read_text
 
 #: Dearest over cheapest verification up to which a table says nothing about the budget.
 FLAT = 1.02
 
 _FORMS = (
-    'a cost table is JSON of the form {"draft": {rows: seconds}, "verify": {tokens: seconds}, "context": '
+    'a cost table must be JSON of the form {"draft": {rows: seconds}, "verify": {tokens: seconds}, "context": '
     "seconds}, or one of SGLang's (sample_batch_tokens with sample_steps_per_sec; bias_seconds with bs_probes, "
     "alpha_seconds, m_probes, theta_seconds)"
 )
@@ -98,15 +99,15 @@ class CostTable:
             return cls(draft, verify, float(raw.get("context", 0.0)), raw.get("lookup", "up"))
         except UserError:
             raise
-        except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{_FORMS}; this text is neither ({type(error).__name__}: {error})") from None
+        except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise UserError(f"{_FORMS}; this text is neither, correct it") from None
 
     @classmethod
     def from_file(cls, path: str) -> CostTable:
         """Reads a table; raises UserError when there is none."""
         try:
-            text = Path(path).read_text()
-        except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path with a zero byte
+            text = read_text(Path(path), MAX_JSON)
+        except UnreadableError as error:
             raise UserError(f"the cost table {path} cannot be read ({error}); pass a file that exists") from None
         return cls.from_json(text)
 

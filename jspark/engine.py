@@ -7,7 +7,6 @@ Does not know: text, HTTP, model internals; the arithmetic of a step is in step.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -21,14 +20,15 @@ from jax.sharding import Mesh
 
 from jspark import axes, kv
 from jspark.budget import BatchState, Full, Plan, Policy
+from jspark.calibration import Temperatures
 from jspark.config import DecoderConfig, DrafterConfig, EngineConfig
 from jspark.cost import CostTable
-from jspark.errors import UserError
 from jspark.intake import MAX_STOP_IDS, SlotTables, check_ids
 from jspark.logprobs import Logprobs, told
+from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
-from jspark.models.drafter import Drafter
 from jspark.programs import Programs, ProposeShape, VerifyShape, at_least, ladder
+from jspark.record import Observer, StepRecord
 from jspark.request import LOGPROB_STEPS, FinishReason, Request, Update
 from jspark.scheduler import Chunk, Running, Scheduler, Work
 from jspark.sizing import run_time_block_size, sized
@@ -44,6 +44,8 @@ class Flight:
     """A dispatched step whose results are still on their way."""
 
     number: int
+    shape: VerifyShape
+    dispatched: float
     packet: Packet
     rows: list[Running]
     admissions: list[int]
@@ -53,6 +55,8 @@ class Flight:
 class Engine:
     """Continuous batching of lossless speculative decoding over fixed slots.
 
+    observer: called with a `StepRecord` of every collected step, before its results are handed out.
+
     Raises:
         UserError: a drafter that does not fit the target, or sizes that contradict each other.
     """
@@ -61,12 +65,13 @@ class Engine:
         self,
         config: EngineConfig,
         target: tuple[Decoder, DecoderConfig],
-        drafter: tuple[Drafter, DrafterConfig] | None = None,
+        drafter: tuple[AnyDrafter, DrafterConfig] | None = None,
         *,
         policy: Policy | None = None,
         cost: CostTable | None = None,
         mesh: Mesh | None = None,
-        sts: Sequence[float] | None = None,
+        sts: Temperatures | Sequence[float] | None = None,
+        observer: Observer | None = None,
     ):
         self.mesh = mesh or axes.single_device_mesh()
         model, target_config = target
@@ -79,17 +84,11 @@ class Engine:
             page_size=config.page_size,
         )
         self.config = config = sized(config, spec, self.mesh)
-        if sts is not None and not all(0 < t < math.inf for t in sts):
-            raise UserError("the calibration's temperatures must be positive numbers; calibrate again")
-        if sts is not None and len(sts) != self.block_size:
-            raise UserError(
-                f"the calibration has {len(sts)} temperatures and the block has {self.block_size} tokens; "
-                "calibrate again at this block size"
-            )
+        self._sts = None if sts is None else Temperatures.of(sts).table(self.block_size)
         self.policy = policy or Full()
         self.cost = cost
-        temperatures = None if sts is None else jnp.asarray(sts, jnp.float32)
-        self.programs = Programs(spec, model, drafter[0] if drafter else None, self.mesh, temperatures)
+        self._observer = observer
+        self.programs = Programs(spec, model, drafter[0] if drafter else None, self.mesh, self._sts)
         pages = -(-config.max_total_tokens // config.page_size) + 1
         dtype = jnp.dtype(config.dtype)
         size = config.page_size
@@ -98,7 +97,9 @@ class Engine:
             drafter=kv.make_pool(drafter[1].backbone, pages, size, dtype, self.mesh) if drafter else None,
         )
         slots = config.max_running_requests
-        self._slots = self.programs.place(empty_slots(slots, MAX_STOP_IDS))
+        self._chain = spec.drafter is not None and spec.drafter.eagle3 is not None
+        carried = (target_config.hidden_size, dtype) if self._chain else None
+        self._slots = self.programs.place(empty_slots(slots, MAX_STOP_IDS, carried))
         self._dummy = slots
         self._tables = SlotTables(self.programs, slots, target_config.vocab_size)
         self.scheduler = Scheduler(
@@ -110,9 +111,10 @@ class Engine:
             lookahead=0 if config.prefix_cache else None,
         )
         self._vocab_size = target_config.vocab_size
-        self._page_steps = ladder(max(1, 256 // size), self.scheduler.table.shape[1])
-        self._tile = min(TILE, config.chunked_prefill_size)
-        self._chunk_steps = ladder(self._tile, config.chunked_prefill_size)
+        most_pages, chunk = self.scheduler.table.shape[1], config.chunked_prefill_size
+        self._tile = min(TILE, chunk)
+        self._page_steps = ladder(most_pages if config.single_shapes else max(1, 256 // size), most_pages)
+        self._chunk_steps = ladder(chunk if config.single_shapes else self._tile, chunk)
         self._overlap = (
             config.overlap if config.overlap is not None else self.mesh.devices.flat[0].platform != "cpu"
         )
@@ -121,7 +123,6 @@ class Engine:
         # Confidence by slot as of two steps ago, NaN where there is none; results younger than that wait here.
         self._confidence = np.full((slots + 1, self.block_size), np.nan, np.float32)
         self._younger: deque[tuple[int, list[Running], list[int], np.ndarray]] = deque()
-        self._sts = None if sts is None else np.asarray(sts, np.float32)
         if self.block_size:
             # A policy that cannot plan says so here, not in the middle of a batch.
             unknown = np.full((1, self.block_size), np.nan)
@@ -209,6 +210,7 @@ class Engine:
         self._slots = self.programs.admit(self._slots, index, values)
 
     def _dispatch(self) -> Flight | None:
+        now = time.perf_counter()
         work = self.scheduler.plan(self._tile, self._tiles(self._chunk_steps[-1]))
         rows = work.rows
         if not rows:
@@ -244,7 +246,8 @@ class Engine:
             running.in_flight += 1
             running.fresh = False
         self._step += 1
-        return Flight(self._step, packet, work.decode, [r.admission for r in work.decode], work.chunks)
+        admissions = [r.admission for r in work.decode]
+        return Flight(self._step, shape, now, packet, work.decode, admissions, work.chunks)
 
     def _plan(self, work: Work, count: int) -> tuple[Plan, int]:
         """The plan with its tier filled, and the packed verify rows: from confidence two steps old.
@@ -259,8 +262,10 @@ class Engine:
         decode, width = len(work.decode), self.block_size + 1
         tiers = (*(t for t in self.config.token_tiers if count <= t < count * width), count * width)
         logits = self._confidence[[r.slot for r in work.decode]]
+        if self._sts is not None:
+            logits = logits / self._sts[[int(r.request.params.temperature > 0) for r in work.decode]]
         with np.errstate(over="ignore"):
-            conditional = 1.0 / (1.0 + np.exp(-(logits if self._sts is None else logits / self._sts)))
+            conditional = 1.0 / (1.0 + np.exp(-logits))
         # Nothing of a row that does not draft survives.
         drafting = np.array([_drafts(r) for r in work.decode], bool)
         conditional[~drafting] = 0.0
@@ -333,11 +338,8 @@ class Engine:
             tiles, tile = 1, total
         row_of = {id(r): i for i, r in enumerate(work.rows)}
         tokens = np.zeros(total, np.int32)
-        positions = np.zeros(total, np.int32)
+        positions, following = np.zeros(total, np.int32), np.zeros(total, np.int32)
         row = np.full(total, count, np.int32)
-        following = None
-        if any(c.running.request.params.prompt_logprobs is not None for c in chunks):
-            following = np.zeros(total, np.int32)
         index = np.full((tiles, tile), verify_tokens + total, np.int32)
         tile_row = np.zeros(tiles, np.int32)
         start = used = 0
@@ -346,9 +348,8 @@ class Engine:
             where = slice(start, start + size)
             tokens[where] = chunk.running.tokens[chunk.start : chunk.stop]
             positions[where] = np.arange(chunk.start, chunk.stop)
+            following[where] = chunk.running.tokens[chunk.start + 1 : chunk.stop + 1]
             row[where] = row_of[id(chunk.running)]
-            if following is not None:
-                following[where] = chunk.running.tokens[chunk.start + 1 : chunk.stop + 1]
             for first in range(0, size, tile):
                 here = min(tile, size - first)
                 index[used, :here] = verify_tokens + start + first + np.arange(here)
@@ -356,16 +357,20 @@ class Engine:
                 used += 1
             start += size
         rectangles: dict[str, Any] = {"index": index, "row": tile_row}
-        fields: dict[str, Any] = {"tokens": tokens, "positions": positions, "row": row, "following": following}
+        fields: dict[str, Any] = {"tokens": tokens, "positions": positions, "row": row}
+        if self._chain or any(c.running.request.params.prompt_logprobs is not None for c in chunks):
+            fields["following"] = following
         return Prefill(**fields, tiles=Tiles(**rectangles)), (total, tiles, tile)
 
     def _collect(self, flight: Flight) -> list[Update]:
         """Results of a step: tokens out, figures, finished requests' slots and pages back."""
-        packet = jax.tree.map(np.asarray, flight.packet)
+        packet: Any = jax.tree.map(np.asarray, flight.packet)
         now = time.perf_counter()
         if packet.confidence.shape[1]:
             self._younger.append((flight.number, flight.rows, flight.admissions, packet.confidence))
         self._collect_prompts(flight.chunks, packet.prompt_logprobs)
+        if self._observer is not None:
+            self._observer(self._record(flight, packet, now))
         updates = []
         for i, (running, admission) in enumerate(zip(flight.rows, flight.admissions, strict=True)):
             if not running.holds(admission):
@@ -407,6 +412,33 @@ class Engine:
                 tokens = chunk.running.tokens[chunk.start + 1 : chunk.stop + 1]
                 chunk.running.prompt_logprobs += told(tokens, logprobs, slice(start, start + size), k)
             start += size
+
+    def _record(self, flight: Flight, packet: Any, now: float) -> StepRecord:
+        """What an observer sees of a step, from its packet on the host and the rows as they were before it."""
+        owners = zip(flight.rows, flight.admissions, packet.count, strict=False)
+        kept = [i for i, (r, admission, count) in enumerate(owners) if r.holds(admission) and count > 0]
+        rows = [flight.rows[i] for i in kept]
+        confidence = np.full((len(kept), self.block_size), np.nan, np.float32)
+        drafted = np.where([len(r.tokens) > r.start and _drafts(r) for r in rows], self.block_size, 0)
+        if packet.confidence.shape[1]:
+            confidence[drafted > 0] = packet.confidence[kept][drafted > 0]
+        return StepRecord(
+            number=flight.number,
+            rows=flight.shape.rows,
+            verify_tokens=flight.shape.verify_tokens,
+            prefill_tokens=flight.shape.prefill[0] if flight.shape.prefill else 0,
+            dispatched=flight.dispatched,
+            collected=now,
+            request=np.array([r.request.id for r in rows], np.int64),
+            position=np.array([r.position for r in rows], np.int64),
+            sampled=np.array([r.request.params.temperature > 0 for r in rows], bool),
+            drafted=drafted.astype(np.int32),
+            window=packet.window[kept],
+            accepted=packet.accepted[kept],
+            block_accepted=packet.block_accepted[kept],
+            count=packet.count[kept],
+            confidence=confidence,
+        )
 
 
 def _most(asked: Iterable[int | None]) -> int | None:

@@ -28,23 +28,54 @@ AnchorPredicts = Annotated[
 ]
 
 
+#: A branch, tag or commit.
+Revision = Annotated[str | None, arg(metavar="REV", help_behavior_hint="(default: main)")]
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Which model, and under which name."""
+
+    model_path: str
+    """A Hugging Face folder, a GGUF file, the built-in smollm2-135m, or a model of the Hub: org/name,
+    org/name@REV, or org/name:FILE for one of its GGUF files."""
+    revision: Revision = None
+    """Branch, tag or commit of a model of the Hub."""
+    offline: bool = False
+    """Fetches nothing: models come from the disk. HF_HUB_OFFLINE and JSPARK_OFFLINE do the same."""
+    served_model_name: Annotated[
+        str | None, arg(metavar="NAME", help_behavior_hint="(default: the checkpoint's)")
+    ] = None
+    """The model's name in outputs."""
+    chat_template: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: the checkpoint's)")] = (
+        None
+    )
+    """A chat template (jinja) to use for chats."""
+
+
 @dataclass(frozen=True)
 class SpeculationFlags:
     """What drafts, and how its drafts are verified."""
 
     speculative_algorithm: Annotated[
         Algorithm | None,
-        arg(metavar="{NONE,DFLASH,DSPARK}", help_behavior_hint="(default: the drafter's, or NONE)"),
+        arg(metavar="{NONE,DFLASH,DSPARK,EAGLE3}", help_behavior_hint="(default: the drafter's, or NONE)"),
     ] = None
     """How to draft."""
     speculative_draft_model_path: Annotated[
         str | None, arg(metavar="PATH", help_behavior_hint="(default: none)")
     ] = None
-    """The drafter's folder, or `untrained` for one of random weights, which shows only what drafting costs."""
+    """The drafter's folder or Hub id, or `untrained`: random weights, which show only what drafting costs."""
+    speculative_draft_model_revision: Revision = None
+    """Branch, tag or commit of a drafter of the Hub."""
     draft_anchor_predicts: AnchorPredicts = None
     """Whether row 0 of the drafter predicts, for drafters that do not say so themselves."""
+    skip_draft_probe: bool = False
+    """Leaves out the trial that warns about drafters whose drafts are hardly ever accepted."""
     speculative_dspark_block_size: Annotated[int, arg(help_behavior_hint="(default: the drafter's)")] = 0
     """Drafted tokens a step, γ."""
+    speculative_num_steps: Annotated[int, arg(help_behavior_hint="(default: the drafter's)")] = 0
+    """The same for EAGLE3: the length of its chain."""
     speculative_dspark_confidence_sts_path: Annotated[
         str | None, arg(metavar="FILE", help_behavior_hint="(default: none)")
     ] = None
@@ -162,20 +193,31 @@ class SamplingFlags:
         return params
 
 
-def open_llm(model_path: str, speculation: SpeculationFlags, engine: EngineFlags) -> LLM:
+def open_llm(model: ModelFlags, speculation: SpeculationFlags, engine: EngineFlags) -> LLM:
     """The model that the flags describe, loaded; UserError for what cannot be."""
     from jspark.llm import LLM
 
     sts = speculation.speculative_dspark_confidence_sts_path
+    size, steps = speculation.speculative_dspark_block_size, speculation.speculative_num_steps
+    if steps and (size or speculation.speculative_algorithm not in (None, "EAGLE3")):
+        raise UserError(
+            "--speculative-num-steps is EAGLE3's; give other drafters --speculative-dspark-block-size alone"
+        )
     return LLM(
-        model_path,
+        model.model_path,
         speculation.speculative_draft_model_path,
         speculation.speculative_algorithm,
+        revision=model.revision,
+        draft_revision=speculation.speculative_draft_model_revision,
+        offline=model.offline,
+        served_model_name=model.served_model_name,
+        chat_template=model.chat_template,
         draft_anchor_predicts=yes_or_no(speculation.draft_anchor_predicts),
+        draft_probe=not speculation.skip_draft_probe,
         policy=speculation.verify_policy,
         sts=None if sts is None else read_temperatures(sts),
         verify_mode=speculation.verify_mode,
-        block_size=speculation.speculative_dspark_block_size,
+        block_size=size or steps,
         **asdict(engine),
     )
 
@@ -197,6 +239,8 @@ _FLAGS = {
 
 def in_flags(message: str) -> str:
     """`message` with the flags' names in place of the parameters': what a user of the command line can change."""
+    if "config.json" in message:
+        return message  # names of a file's own keys
     groups = (SpeculationFlags, EngineFlags, SamplingFlags)
     known = {f.name: "--" + f.name.replace("_", "-") for group in groups for f in fields(group)} | _FLAGS
     # A name with an underscore is no plain word; any other one is a parameter only where it begins the message.

@@ -21,13 +21,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jspark import programs
+from jspark import probe, programs
 from jspark.answer import Answer, Delta, Output
 from jspark.budget import Full, Policy, Threshold, parse_policy
+from jspark.calibration import Temperatures
+from jspark.chat_template import read_template
 from jspark.config import Algorithm, DType, EngineConfig, VerifyMode
 from jspark.engine import Engine
 from jspark.errors import UserError
 from jspark.loading import Draft, Target, find_drafter, load_drafter, load_target
+from jspark.record import Observer
 from jspark.request import Request, SamplingParams
 from jspark.text import TextStream
 
@@ -40,14 +43,19 @@ class LLM:
     """A target, with or without a drafter, that answers prompts. Iterators may be interleaved, and used from
     several threads: they take turns, a step at a time.
 
-    model: a folder, a GGUF file, a built-in name, or a `Target` that other LLMs share. draft: a drafter's
-    folder, or "untrained" for one of random weights. speculative_algorithm: follows from the drafter when not
-    given. draft_anchor_predicts: whether the drafter's row 0 predicts, for checkpoints that do not say so.
-    dtype: float32 on the CPU and bfloat16 elsewhere when not given. policy: how much of each block is verified,
+    model: a folder, a GGUF file, a built-in name, a Hub id (org/name, org/name@revision, org/name:FILE.gguf), or
+    a `Target` that other LLMs share. draft: a drafter's folder or Hub id, or "untrained" for one of random
+    weights. speculative_algorithm: follows from the drafter when not given. revision, draft_revision: of models
+    of the Hub. offline: nothing is fetched. served_model_name: in outputs; the checkpoint's name when not given.
+    chat_template: a file to use in place of the checkpoint's. draft_anchor_predicts: whether the drafter's row 0
+    predicts, for checkpoints that do not say so. draft_probe: a trial answer that warns when hardly any draft is
+    accepted. dtype: float32 on the CPU and bfloat16 elsewhere when not given.
+    policy: how much of each block is verified,
     as an object or in the command line's words. sts: temperatures of the drafter's confidence, one a drafted
     token (`calibration.read_temperatures`). seed: of the untrained drafter, and of the requests that bring
-    none. engine: fields of `EngineConfig`, such as verify_mode, block_size, max_running_requests, page_size,
-    max_total_tokens, context_length, chunked_prefill_size.
+    none. observer: sees a `StepRecord` of every step; request ids rise in the order of prompts. engine: fields
+    of `EngineConfig`, such as verify_mode, block_size, max_running_requests, page_size, max_total_tokens,
+    context_length, chunked_prefill_size.
 
     Raises:
         UserError: something cannot be loaded, or the arguments contradict each other.
@@ -59,12 +67,19 @@ class LLM:
         draft: str | PathLike[str] | None = None,
         speculative_algorithm: Algorithm | None = None,
         *,
+        revision: str | None = None,
+        draft_revision: str | None = None,
+        offline: bool = False,
+        served_model_name: str | None = None,
+        chat_template: str | PathLike[str] | None = None,
         draft_anchor_predicts: bool | None = None,
+        draft_probe: bool = True,
         dtype: DType | None = None,
         policy: str | Policy = "full",
-        sts: Sequence[float] | None = None,
+        sts: Temperatures | Sequence[float] | None = None,
         seed: int | None = None,
         mesh: Mesh | None = None,
+        observer: Observer | None = None,
         **engine: Any,
     ):
         unknown = sorted(engine.keys() - _ENGINE_FIELDS)
@@ -85,15 +100,21 @@ class LLM:
             if not isinstance(path, str | PathLike | Target | None) or (what, path) == ("model", None):
                 raise UserError(f"{what} is {path!r}; it must be the path of a checkpoint")
         spec = None if draft is None else fspath(draft)
-        found = find_drafter(spec, speculative_algorithm, draft_anchor_predicts)
+        found = find_drafter(spec, speculative_algorithm, draft_anchor_predicts, draft_revision, offline)
         self._refuse_unused(found, engine.get("block_size"), mode, sts)
-        self._sts = sts
+        self._sts, self._observer = sts, observer
+        template = None if chat_template is None else read_template(chat_template)
         programs.use_compilation_cache()
         if not isinstance(model, Target):
-            model = load_target(fspath(model), dtype, mesh, draft=found)
+            model = load_target(fspath(model), dtype, mesh, draft=found, revision=revision, offline=offline)
+        elif revision is not None:
+            raise UserError(
+                "the target is loaded already, so a revision of it cannot be chosen; drop the revision"
+            )
         elif dtype not in (None, model.dtype) or mesh not in (None, model.mesh):
             raise UserError("the target is loaded already; its dtype and mesh cannot be changed, load it again")
-        self.target = model
+        self.target = model if template is None else model.with_chat_template(template, str(chat_template))
+        self.served_model_name = served_model_name or model.name
         self.algorithm: Algorithm = found.algorithm if found else "NONE"
         self._drafter = load_drafter(found, model, seed or 0) if found else None
         self._config = EngineConfig(dtype=model.dtype, **engine)
@@ -104,10 +125,12 @@ class LLM:
         # Held while requests and the engine change, not while a caller looks at an answer.
         self._lock = threading.RLock()
         self._config = self.engine.config
+        if self._drafter and found and found.checkpoint and draft_probe:
+            prompt = model.text_ids(probe.TEXT) if model.tokenizer else []
+            prompt = prompt or probe.arbitrary_prompt(model.config.vocab_size)
+            probe.probe(self.engine, (model.model, model.config), self._drafter, prompt, model.mesh)
 
-    def _refuse_unused(
-        self, draft: Draft | None, block_size: int | None, mode: VerifyMode, sts: Sequence[float] | None
-    ) -> None:
+    def _refuse_unused(self, draft: Draft | None, block_size: int | None, mode: VerifyMode, sts: object) -> None:
         """UserError for settings of a drafter that is not there, or of a head that it does not have."""
         if draft is None:
             for what, given in (
@@ -133,7 +156,13 @@ class LLM:
             target = (self.target.model, self.target.config)
             try:
                 self._engine = Engine(
-                    self._config, target, self._drafter, policy=self._policy, mesh=self.target.mesh, sts=self._sts
+                    self._config,
+                    target,
+                    self._drafter,
+                    policy=self._policy,
+                    mesh=self.target.mesh,
+                    sts=self._sts,
+                    observer=self._observer,
                 )
             except (MemoryError, jax.errors.JaxRuntimeError) as e:
                 if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(e):
@@ -174,16 +203,26 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Output]:
-        """Answers to one conversation or several ({"role": …, "content": …}), by the model's chat template."""
+        """Answers to one conversation or several ({"role": …, "content": …}), by the model's chat template.
+
+        tools: what the model may call, as the OpenAI API has them; messages may have "tool_calls" and the role
+        "tool". Raises UserError where the template refuses the messages or has no place for tools.
+        """
         several = messages if messages and not isinstance(messages[0], Mapping) else [messages]
-        return self.generate([self.target.chat_ids(m) for m in several], params)  # type: ignore[arg-type]
+        return self.generate([self.target.chat_ids(m, tools) for m in several], params)  # type: ignore[arg-type]
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Generator[Delta, None, None]:
-        """The answer to one conversation, piece by piece; see `stream`."""
-        return self.stream(self.target.chat_ids(messages), params)
+        """The answer to one conversation, piece by piece; see `chat` and `stream`."""
+        return self.stream(self.target.chat_ids(messages, tools), params)
 
     # ── prompts → requests ────────────────────────────────────────────────────────────────────────────────────
 
@@ -239,7 +278,16 @@ class LLM:
             echo = prompt if isinstance(prompt, str) else decoder.decode(ids, skip)
         if tokenizer:
             text = TextStream(tokenizer.stream(skip), params.stop, params.min_tokens)
-        return Answer(request, text, self.engine.block_size, limit, prompt=i, index=index, echo=echo)
+        return Answer(
+            request,
+            text,
+            self.engine.block_size,
+            limit,
+            model=self.served_model_name,
+            prompt=i,
+            index=index,
+            echo=echo,
+        )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Bad words as token ids: a text as it stands and after a space, since most tokenizers tell them apart."""

@@ -7,7 +7,7 @@ Does not know: requests, text, or the engine's sizes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import jax
@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 
 from jspark import axes, weights
 from jspark.checkpoint import DrafterCheckpoint, open_drafter, open_target
-from jspark.config import Algorithm, DecoderConfig, DrafterConfig, DType, check_drafter_fits
+from jspark.config import Algorithm, DecoderConfig, DrafterConfig, DType, check_drafter_fits, with_layer_ids
 from jspark.errors import UserError
+from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
-from jspark.models.drafter import Drafter
 from jspark.tokenizer import Tokenizer
 
 #: The drafter's name that stands for random weights: the cost of a drafter without its use.
@@ -58,10 +58,18 @@ class Target:
         tokenizer = self.need_tokenizer("a text prompt")
         return tokenizer.encode(_unicode(text)) if text else []
 
-    def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def with_chat_template(self, source: str, origin: str) -> Target:
+        """The same target with the template `source`, which `origin` names in messages."""
+        tokenizer = self.need_tokenizer("a chat template")
+        return replace(self, tokenizer=tokenizer.with_chat_template(source, origin))
+
+    def chat_ids(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
         """Token ids of a conversation ({"role": …, "content": …}) with the beginning of an answer.
 
-        Raises UserError where there is no chat template, or where it refuses the messages.
+        tools: JSON schemas of what the model may call. Raises UserError where there is no chat template, or where
+        it refuses the messages or ignores the tools.
         """
         tokenizer = self.need_tokenizer("a chat")
         good = not isinstance(messages, str | Mapping) and all(
@@ -69,7 +77,7 @@ class Target:
         )
         if not (good and messages):
             raise UserError('a chat is a list of at least one {"role": …, "content": …}; pass such a list')
-        return tokenizer.encode(_unicode(tokenizer.apply_chat_template(messages)), add_special_tokens=False)
+        return tokenizer.encode(_unicode(tokenizer.apply_chat_template(messages, tools)), add_special_tokens=False)
 
 
 @dataclass(frozen=True)
@@ -81,13 +89,19 @@ class Draft:
 
 
 def find_drafter(
-    spec: str | None, algorithm: Algorithm | None, anchor_predicts: bool | None = None
+    spec: str | None,
+    algorithm: Algorithm | None,
+    anchor_predicts: bool | None = None,
+    revision: str | None = None,
+    offline: bool = False,
 ) -> Draft | None:
-    """The drafter in the folder `spec`, from headers alone, or the untrained one; None without one.
+    """The drafter in a folder or on the Hub, from headers alone, or the untrained one; None without one.
 
-    algorithm: what the user asked for, None for whatever the drafter is. anchor_predicts: see `open_drafter`.
-    Raises UserError when they contradict each other.
+    algorithm: what the user asked for, None for whatever the drafter is. The rest is `open_drafter`'s. Raises
+    UserError when they contradict each other.
     """
+    if revision is not None and spec in (None, UNTRAINED):
+        raise UserError("a revision of the drafter was given without a drafter of the Hub; name one, or drop it")
     if anchor_predicts is not None and spec in (None, UNTRAINED):
         raise UserError(
             "whether the anchor predicts was given without a drafter's folder; name a folder, or drop "
@@ -96,16 +110,18 @@ def find_drafter(
     if algorithm is not None and algorithm not in get_args(Algorithm):
         raise UserError(f"the algorithm is {algorithm!r}; it must be {', '.join(get_args(Algorithm))}")
     if spec is None:
-        if algorithm in ("DFLASH", "DSPARK"):
+        if algorithm in ("DFLASH", "DSPARK", "EAGLE3"):
             raise UserError(f"{algorithm} needs a drafter; name one, or choose the algorithm NONE")
         return None
     if algorithm == "NONE":
         raise UserError("the algorithm NONE uses no drafter and one was named; drop one of the two")
     if spec == UNTRAINED:
-        if algorithm == "DFLASH":
-            raise UserError("the untrained drafter is a DSpark one; choose DSPARK, or name a DFlash drafter")
+        if algorithm not in (None, "DSPARK"):
+            raise UserError(
+                f"the untrained drafter is a DSpark one; choose DSPARK, or name a drafter for {algorithm}"
+            )
         return Draft("DSPARK", None)
-    checkpoint = open_drafter(spec, anchor_predicts)
+    checkpoint = open_drafter(spec, anchor_predicts, revision, offline)
     possible = algorithms(checkpoint.config)
     if algorithm is not None and algorithm not in possible:
         raise UserError(
@@ -116,18 +132,27 @@ def find_drafter(
 
 
 def load_target(
-    spec: str, dtype: DType | None = None, mesh: Mesh | None = None, *, draft: Draft | None = None
+    spec: str,
+    dtype: DType | None = None,
+    mesh: Mesh | None = None,
+    *,
+    draft: Draft | None = None,
+    revision: str | None = None,
+    offline: bool = False,
 ) -> Target:
     """The target that `spec` names, its weights on `mesh` (one device by default).
 
     dtype: None is float32 on the CPU and bfloat16 elsewhere. draft: refused before any weights are read where
-    it was made for another target. Raises UserError for what cannot be loaded.
+    it was made for another target. revision, offline: see `checkpoint.find`. Raises UserError for what cannot be
+    loaded.
     """
     if dtype not in (None, *get_args(DType)):
         raise UserError(f"dtype is {dtype!r}; it must be {' or '.join(get_args(DType))}")
-    checkpoint = open_target(spec)
+    checkpoint = open_target(spec, revision, offline)
     if draft and draft.checkpoint:
         check_drafter_fits(draft.checkpoint.config, checkpoint.config)
+        if draft.checkpoint.verifier:
+            draft.checkpoint.verifier.compare(checkpoint.name, checkpoint.config)
     mesh = mesh or _default_mesh()
     if dtype is None:
         dtype = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"
@@ -142,19 +167,21 @@ def load_target(
     )
 
 
-def load_drafter(draft: Draft, target: Target, seed: int = 0) -> tuple[Drafter, DrafterConfig]:
+def load_drafter(draft: Draft, target: Target, seed: int = 0) -> tuple[AnyDrafter, DrafterConfig]:
     """The drafter beside its target. seed: of the untrained one. Raises UserError where the two do not fit."""
     dtype = jnp.dtype(target.dtype)
     if draft.checkpoint is None:
         config = weights.untrained_drafter_config(target.config)
         return weights.random_drafter(config, dtype, target.mesh, seed), config
-    config = draft.checkpoint.config
+    config = with_layer_ids(draft.checkpoint.config, target.config)
     check_drafter_fits(config, target.config)
     return weights.load_drafter(draft.checkpoint, config, dtype, target.mesh, target.model), config
 
 
 def algorithms(config: DrafterConfig) -> tuple[Algorithm, ...]:
     """The names that fit a drafter, its own first. DSpark without any head is DFlash in DSpark's layout: both."""
+    if config.eagle3 is not None:
+        return ("EAGLE3",)
     if config.markov != "none" or config.confidence != "none":
         return ("DSPARK",)
     return ("DSPARK", "DFLASH") if config.predicts_from_anchor else ("DFLASH",)

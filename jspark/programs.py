@@ -15,13 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspark.adjust import Tables, write_row
 from jspark.checkpoint.cache import cache_dir, make_folder
+from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
-from jspark.models.drafter import Drafter
 from jspark.propose import Proposal
 from jspark.state import Packet, Slots, StepArgs, admit
 from jspark.step import Pools, Sampling, Spec, propose_step, verify_step
@@ -89,7 +90,9 @@ class CompileReport:
 class Programs:
     """Compiles on first use and calls. Pools and slots are donated: the caller must use what comes back."""
 
-    def __init__(self, spec: Spec, target: Decoder, drafter: Drafter | None, mesh: Mesh, sts: Array | None = None):
+    def __init__(
+        self, spec: Spec, target: Decoder, drafter: AnyDrafter | None, mesh: Mesh, sts: np.ndarray | None = None
+    ):
         self.spec = spec
         self.report = CompileReport()
         self._replicated = NamedSharding(mesh, PartitionSpec())

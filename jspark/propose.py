@@ -22,6 +22,9 @@ from jspark.models.layers import Rotary, Vocabulary
 from jspark.pallas.ragged_attention import block_attention
 from jspark.sampling import RowSampling, draft_token, log_probs
 
+#: Logits of the next row of a block and the tokens of the block before it → the logits as the target changes them.
+Adjust = Callable[[Float[Array, "r v"], list[Int[Array, " r"]]], Float[Array, "r v"]]
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def propose(
     sampled: bool,
     filtered: bool,
     keep_q: bool,
-    adjust: Callable[[Float[Array, "r v"], list[Int[Array, " r"]]], Float[Array, "r v"]] | None = None,
+    adjust: Adjust | None = None,
 ) -> Proposal:
     """Drafts `block_size` tokens a row (DSpark, equations 4 to 7; without heads, DFlash).
 

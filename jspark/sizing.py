@@ -11,16 +11,19 @@ from jax.sharding import Mesh
 
 from jspark import kv
 from jspark.config import DecoderConfig, DrafterConfig, EngineConfig, check_drafter_fits
-from jspark.errors import UserError
+from jspark.errors import UserError, warn
 from jspark.programs import ladder
 from jspark.step import Spec
+
+#: Drafted tokens of an EAGLE-3 chain at most: each is a forward of its own, compiled into one program.
+MAX_CHAIN = 32
 
 
 def run_time_block_size(config: EngineConfig, drafter: DrafterConfig | None, target: DecoderConfig) -> int:
     """γ of this engine: the checkpoint's or the smaller one asked for; 0 without a drafter.
 
     Raises:
-        UserError: a block size without a drafter or above the trained one, a drafter that does not fit.
+        UserError: a block size without a drafter or above what the drafter can do, a drafter that does not fit.
     """
     if drafter is None:
         if config.block_size:
@@ -28,7 +31,10 @@ def run_time_block_size(config: EngineConfig, drafter: DrafterConfig | None, tar
         return 0
     check_drafter_fits(drafter, target)
     size = config.block_size or drafter.block_size
-    if size > drafter.block_size:
+    if drafter.eagle3 is not None:
+        if size > MAX_CHAIN:
+            raise UserError(f"a chain of {size} drafted tokens was asked for; ask for {MAX_CHAIN} or less")
+    elif size > drafter.block_size:
         raise UserError(
             f"block size {size} is larger than the {drafter.block_size} this drafter was trained for; "
             f"ask for {drafter.block_size} or less"
@@ -49,6 +55,11 @@ def sized(config: EngineConfig, spec: Spec, mesh: Mesh) -> EngineConfig:
     context = config.context_length or longest
     if context > longest:
         raise UserError(f"a context of {context} is longer than the {longest} positions of this model; lower it")
+    if spec.drafter is not None and context > (reach := spec.drafter.backbone.reach):
+        warn(
+            f"the drafter's positions reach {reach} tokens and the context holds {context}: drafts beyond are "
+            f"worth little; lower the context length to {reach}, or take a drafter trained for longer contexts"
+        )
     per_token = kv.bytes_per_token(spec.target, config.dtype)
     if spec.drafter is not None:
         per_token += kv.bytes_per_token(spec.drafter.backbone, config.dtype)
@@ -58,7 +69,7 @@ def sized(config: EngineConfig, spec: Spec, mesh: Mesh) -> EngineConfig:
         room = (memory["bytes_limit"] - memory["bytes_in_use"]) // 2
     tokens = config.max_total_tokens or min(slots * (context + spec.block_size), room // per_token)
     width = spec.block_size + 1
-    rows = config.row_buckets or ladder(1, slots)
+    rows = config.row_buckets or ladder(slots if config.single_shapes else 1, slots)
     if rows[-1] < slots:
         raise UserError(f"the largest row bucket {rows[-1]} is below max_running_requests {slots}; raise it")
     tiers = config.token_tiers or tuple(sorted({r * m for r in rows for m in (1, 2, 4, width)}))

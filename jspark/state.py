@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from jspark.adjust import RowAdjust, neutral
@@ -26,7 +27,8 @@ class Slots:
 
     anchor: the last committed token, not yet run through the target. position: where it stands (0 based), so
     also how many tokens the caches hold. remaining: tokens it may still commit. fresh: nothing committed yet,
-    hence no features to draft from. speculative: the row may draft. stop_ids: padded with −1.
+    hence no features to draft from. speculative: the row may draft. stop_ids: padded with −1. carried: what
+    eagle.py keeps of a request; None for other drafters.
     """
 
     anchor: Int[Array, " s"]
@@ -38,14 +40,15 @@ class Slots:
     stop_ids: Int[Array, "s n"]
     sampling: RowSampling
     adjust: RowAdjust
+    carried: Float[Array, "s h"] | None = None
 
     def take(self, index: Int[Array, " r"]) -> Slots:
         """The entries of some slots, as rows of a step."""
         return jax.tree.map(lambda x: x[index], self)
 
 
-def empty_slots(slots: int, stop_ids: int) -> Slots:
-    """`slots` idle slots and the dummy."""
+def empty_slots(slots: int, stop_ids: int, carried: tuple[int, DTypeLike] | None = None) -> Slots:
+    """`slots` idle slots and the dummy. carried: width and dtype of what a request carries, if anything."""
     n = slots + 1
     ints, off = jnp.zeros(n, jnp.int32), jnp.zeros(n, bool)
     sampling = RowSampling(
@@ -57,8 +60,9 @@ def empty_slots(slots: int, stop_ids: int) -> Slots:
         coupled=off,
     )
     # Copies, because the state is donated and a buffer can be donated once only.
+    hidden = None if carried is None else jnp.zeros((n, carried[0]), carried[1])
     none = jnp.full((n, stop_ids), -1, jnp.int32)
-    slots_ = Slots(ints, ints, ints, off, off, off, none, sampling, neutral(n))
+    slots_ = Slots(ints, ints, ints, off, off, off, none, sampling, neutral(n), hidden)
     return jax.tree.map(lambda x: x.copy(), slots_)
 
 
@@ -73,7 +77,7 @@ class Prefill:
     """The prefill-chunk rows of a step. tokens, positions, row: [c]; a row index of R or more is padding.
 
     tiles: the same rows as rectangles, indices counted in the whole packed buffer. following: the prompt's next
-    token, where a prompt's log-probabilities are asked for.
+    token, where somebody asks for it.
     """
 
     tokens: Int[Array, " c"]

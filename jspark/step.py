@@ -7,13 +7,14 @@ Does not know: shapes that exist (programs.py), requests (engine.py), or how any
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from jspark import kv
+from jspark import eagle, kv
 from jspark.accept import commit, judge, owners
 from jspark.adjust import Tables, adjust, record
 from jspark.allocate import allocate, survival
@@ -21,8 +22,9 @@ from jspark.batch import pack
 from jspark.config import DecoderConfig, DrafterConfig, VerifyMode
 from jspark.logprobs import logprobs as log_softmax_of
 from jspark.logprobs import prompt_logprobs as log_softmax_of_prompt
+from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
-from jspark.models.drafter import Drafter
+from jspark.models.eagle3 import Eagle3
 from jspark.models.layers import Vocabulary
 from jspark.propose import Proposal, inject, propose
 from jspark.state import Packet, Slots, StepArgs
@@ -71,7 +73,7 @@ class Pools:
 
 def propose_step(
     spec: Spec,
-    drafter: Drafter,
+    drafter: AnyDrafter,
     vocabulary: Vocabulary,
     pool: kv.Pool,
     slots: Slots,
@@ -103,12 +105,18 @@ def propose_step(
         # A reduced draft vocabulary may hold forbidden tokens only; a draft that is refused is better than NaN.
         return jnp.where(jnp.max(adjusted, axis=-1, keepdims=True) > -jnp.inf, adjusted, logits)
 
-    return propose(
-        drafter,
+    # The two kinds of drafters differ in what they start from.
+    draft, start = (
+        (partial(eagle.propose, drafter), rows.carried)
+        if isinstance(drafter, Eagle3)
+        else (partial(propose, drafter), rows.anchor)
+    )
+    assert start is not None
+    return draft(
         vocabulary,
         spec.drafter,
         pool,
-        rows.anchor,
+        start,
         rows.position,
         table,
         rows.sampling,
@@ -123,12 +131,12 @@ def propose_step(
 def verify_step(
     spec: Spec,
     target: Decoder,
-    drafter: Drafter | None,
+    drafter: AnyDrafter | None,
     pools: Pools,
     slots: Slots,
     args: StepArgs,
     proposal: Proposal | None,
-    temperatures: Float[Array, " g"] | None,
+    temperatures: Float[Array, "2 g"] | None,
     tables: Tables,
     *,
     sampling: Sampling,
@@ -139,9 +147,10 @@ def verify_step(
     """Verifies the windows of all rows and runs the prefill rows, in one forward; commits what was accepted.
 
     `proposal` is None in a step that drafts nothing: every row then verifies its anchor alone.
-    `temperatures`: sequential temperature scaling (STS), one a position, or None. `tables`: what adjust.py reads
-    in programs with penalties or steering. `logprobs`, `prompt_logprobs`: how many of the likeliest tokens come
-    back with each committed token, or prompt token of the step; None: no log-probabilities.
+    `temperatures`: sequential temperature scaling (STS), one a position, of greedy and of sampled rows; or None.
+    `tables`: what adjust.py reads in programs with penalties or steering. `logprobs`, `prompt_logprobs`: how many
+    of the likeliest tokens come back with each committed token, or prompt token of the step; None: no
+    log-probabilities.
     """
     rows = slots.take(args.slot)
     active = rows.live & args.decode
@@ -152,6 +161,8 @@ def verify_step(
     drafted = jnp.where(active & ~rows.fresh & rows.speculative, block_size, 0)
 
     if block_size:
+        if temperatures is not None:
+            temperatures = temperatures[jnp.where(rows.sampling.greedy, 0, 1)]
         conditional, survive = survival(proposal.confidence, temperatures)
         window = allocate(
             survive,
@@ -219,12 +230,19 @@ def verify_step(
         stop_ids=rows.stop_ids,
         active=active,
     )
-    draft_pool = pools.drafter
+    draft_pool, carried = pools.drafter, slots.carried
     if drafter is not None:
         assert spec.drafter is not None
         assert features is not None
         assert draft_pool is not None
-        draft_pool = inject(drafter, spec.drafter, draft_pool, features, batch)
+        if isinstance(drafter, Eagle3):
+            assert carried is not None
+            assert rows.carried is not None
+            view, committed = drafter.vocabulary(target.vocabulary), (done.tokens, done.count, args.prefill)
+            draft_pool, new = eagle.inject(drafter, view, spec.drafter, draft_pool, features, batch, *committed)
+            carried = carried.at[args.slot].set(jnp.where((done.count > 0)[:, None], new, rows.carried))
+        else:
+            draft_pool = inject(drafter, spec.drafter, draft_pool, features, batch)
 
     last = jnp.take_along_axis(done.tokens, jnp.maximum(done.count - 1, 0)[:, None], axis=1)[:, 0]
     asked = asked_prompt = None
@@ -248,6 +266,7 @@ def verify_step(
         stop_ids=slots.stop_ids,
         sampling=slots.sampling,
         adjust=slots.adjust,
+        carried=carried,
     )
     packet = Packet(
         tokens=done.tokens,

@@ -1,27 +1,30 @@
-"""Text ↔ token ids, streaming decode and chat templates.
+"""Text ↔ token ids, streaming decode, and which chat templates a folder has.
 
-Knows: the `tokenizers` package, tokenizer.json with its companions, and templates in a jinja2 sandbox.
-Does not know: GGUF (checkpoint/gguf_vocabulary.py builds a Tokenizer from one), HTTP, or the engine.
+Knows: the `tokenizers` package, and tokenizer.json with its companions.
+Does not know: GGUF (checkpoint/gguf_vocabulary.py builds a Tokenizer from one), how templates are rendered
+(chat_template.py), HTTP, or the engine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import cached_property
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import jinja2
 import tokenizers
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers.decoders import DecodeStream
 
+from jspark.chat_template import DEFAULT, ChatTemplate, read_template
 from jspark.errors import UserError
+from jspark.files import read_file, read_json
 
-_REPLACEMENT = "\ufffd"
+#: Bytes; several times the largest known.
+_MAX_TOKENIZER = 128 << 20
+_MAX_SETTINGS = 8 << 20
+_MAX_GROWTH = 16
 
 
 class Tokenizer:
@@ -32,14 +35,24 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         origin: str,
-        chat_template: str | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ):
-        """`special_tokens`: role ("bos_token", "eos_token", …) → text, as templates see them."""
+        """`chat_template`: one, or several by name ("default", "tool_use").
+
+        `special_tokens`: role ("bos_token", "eos_token", …) → text, as templates see them.
+        """
         self.backend = backend
         self.origin = origin
-        self.chat_template = chat_template
         self.special_tokens = dict(special_tokens or {})
+        named = {DEFAULT: chat_template} if isinstance(chat_template, str) else chat_template
+        self.chat_template = ChatTemplate(named, origin, self.special_tokens) if named else None
+
+    def with_chat_template(self, source: str, origin: str) -> Tokenizer:
+        """The same tokenizer with a template from elsewhere."""
+        other = Tokenizer(self.backend, origin=self.origin, special_tokens=self.special_tokens)
+        other.chat_template = ChatTemplate({DEFAULT: source}, origin, self.special_tokens)
+        return other
 
     @property
     def vocab_size(self) -> int:
@@ -64,65 +77,42 @@ class Tokenizer:
         `add_special_tokens` adds what the tokenizer's own settings ask for, such as a BOS token. Pass False
         for the result of `apply_chat_template`, which writes its own.
         """
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with _panics_told(self.origin):
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary are left out."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with _panics_told(self.origin):
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def stream(self, skip_special_tokens: bool = True) -> StreamDecoder:
         """A decoder for one growing sequence."""
-        return StreamDecoder(self.backend, skip_special_tokens)
+        return StreamDecoder(self.backend, skip_special_tokens, self.origin)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
     ) -> str:
-        """The prompt that the checkpoint's template makes of `messages` ({"role": …, "content": …}).
+        """The prompt that the checkpoint's template makes of `messages`; see `ChatTemplate.render`.
 
-        `variables` are further names for the template (tools, enable_thinking, …). Raises UserError when
-        there is no template, when it is broken, or when it refuses the messages.
+        Raises UserError also when there is no template.
         """
         if self.chat_template is None:
             raise UserError(
-                f"{self.origin} has no chat template; send a plain prompt, or add a chat_template.jinja"
+                f"{self.origin} has no chat template; send a plain prompt, or pass one with --chat-template"
             )
-        try:
-            return self._template.render(
-                **self.special_tokens,
-                **{"tools": None, "documents": None, **variables},
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-            )
-        except UserError:
-            raise
-        except Exception as e:  # a template can raise anything that its expressions can
-            raise UserError(
-                f"the chat template of {self.origin} failed on these messages ({type(e).__name__}: {e}); "
-                "check their roles and content"
-            ) from None
-
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse_messages
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        try:
-            return environment.from_string(self.chat_template or "")
-        except jinja2.TemplateSyntaxError as e:
-            raise UserError(
-                f"the chat template of {self.origin} has a syntax error in line {e.lineno} ({e.message}); "
-                "correct it"
-            ) from None
+        return self.chat_template.render(messages, tools, add_generation_prompt, **variables)
 
 
 class StreamDecoder:
     """Text of one sequence as its tokens arrive; no character is handed out before its last byte."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool = True):
+    def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool, origin: str):
         self._backend = backend
+        self._origin = origin
         self._skip = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._pending: list[int] = []
@@ -130,7 +120,8 @@ class StreamDecoder:
     def push(self, token: int) -> str:
         """The text that `token` completes; "" while a character is unfinished."""
         self._pending.append(token)
-        text = self._stream.step(self._backend, token)
+        with _panics_told(self._origin):
+            text = self._stream.step(self._backend, token)
         if text is None:
             return ""
         self._pending.clear()
@@ -138,7 +129,8 @@ class StreamDecoder:
 
     def flush(self) -> str:
         """What is left at the end: unfinished bytes as U+FFFD."""
-        text = self._backend.decode(self._pending, skip_special_tokens=self._skip)
+        with _panics_told(self._origin):
+            text = self._backend.decode(self._pending, skip_special_tokens=self._skip)
         self._pending.clear()
         self._stream = DecodeStream(skip_special_tokens=self._skip)
         return text
@@ -147,15 +139,19 @@ class StreamDecoder:
 def from_folder(folder: Path) -> Tokenizer | str:
     """The tokenizer of a Hugging Face folder, or the reason why there is none; UserError for broken files."""
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not path.exists():
         return f"{folder} has no tokenizer.json, so text cannot be used; pass token ids, or add that file"
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as e:  # the package raises bare Exception
+        backend = tokenizers.Tokenizer.from_buffer(read_file(path, _MAX_TOKENIZER))
+        backend.no_truncation()
+        backend.no_padding()
+    except BaseException as e:  # the package raises bare Exception, and a panic is not even that
+        if not (isinstance(e, Exception) or _is_panic(e)):
+            raise
         raise UserError(f"{path} cannot be read as a tokenizer ({e}); fetch it again") from None
-    backend.no_truncation()
-    backend.no_padding()
-    settings = _read_settings(folder / "tokenizer_config.json")
+    _check_growth(backend, str(path))
+    settings_path = folder / "tokenizer_config.json"
+    settings = read_json(settings_path, _MAX_SETTINGS) if settings_path.exists() else {}
     special = {}
     for role, token in settings.items():
         text = token.get("content") if isinstance(token, dict) else token
@@ -164,50 +160,70 @@ def from_folder(folder: Path) -> Tokenizer | str:
     return Tokenizer(
         backend,
         origin=str(folder),
-        chat_template=_folder_template(folder, settings),
+        chat_template=_folder_templates(folder, settings),
         special_tokens=special,
     )
 
 
-def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    own = folder / "chat_template.jinja"
-    if own.is_file():
-        try:
-            return own.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise UserError(f"{own} cannot be read ({e}); fetch it again") from None
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several by name
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _is_panic(error: BaseException) -> bool:
+    """Whether it is a fault inside the package, which is written in Rust; such an error is no Exception."""
+    return type(error).__name__ == "PanicException"
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+@contextlib.contextmanager
+def _panics_told(origin: str) -> Iterator[None]:
+    """A panic as an error of the tokenizer: regular expressions of a file can exceed the package's bounds."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise UserError(f"{path} is not valid JSON ({e}); fetch it again") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{path} holds a JSON {type(data).__name__}, not an object; fetch it again")
-    return data
+        yield
+    except BaseException as e:
+        if not _is_panic(e):
+            raise
+        raise UserError(
+            f"the tokenizer of {origin} fails on this text ({e}); use another tokenizer.json"
+        ) from None
 
 
-class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}` marks text to train on; here it is its content."""
+def _check_growth(backend: tokenizers.Tokenizer, path: str) -> None:
+    """UserError for a tokenizer that makes texts many times longer: replacements in a row multiply."""
+    for part in (backend.normalizer, backend.decoder, backend.post_processor):
+        try:
+            state = json.loads(part.__getstate__()) if part is not None else None
+        except (TypeError, ValueError, RecursionError, AttributeError):
+            state = None  # a part of Python's own making, which no file holds
+        if _growth(state) > _MAX_GROWTH:
+            raise UserError(
+                f"{path} makes texts more than {_MAX_GROWTH} times longer than they are, which no real tokenizer "
+                "does; fetch it again"
+            )
 
-    tags: ClassVar[set[str]] = {"generation"}
 
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+def _growth(part: Any) -> float:
+    """How many times longer a text can get in a normalizer, decoder or post-processor, and all within it."""
+    if isinstance(part, list):
+        return math.prod(map(_growth, part))
+    if not isinstance(part, dict):
+        return 1.0
+    match part.get("type"):
+        case "Replace":
+            pattern = part["pattern"].get("String") or "x"  # an expression can match one character, or none
+            return max(1.0, len(part["content"].encode()) / len(pattern.encode()))
+        case "TemplateProcessing":
+            return max(1.0, sum("Sequence" in piece for piece in part["single"]))
+    return math.prod(_growth(value) for value in part.values() if isinstance(value, list))
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _refuse_messages(message: str) -> None:
-    raise UserError(f"the chat template refuses these messages: {message}")
+def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """By name. Files of their own come before tokenizer_config.json, as in transformers."""
+    own = {f.stem: f for f in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").exists():
+        own[DEFAULT] = folder / "chat_template.jinja"
+    if own:
+        return {name: read_template(path) for name, path in own.items()}
+    template = settings.get("chat_template")
+    if isinstance(template, str):
+        return {DEFAULT: template}
+    if isinstance(template, list):
+        pairs = [(t.get("name"), t.get("template")) for t in template if isinstance(t, dict)]
+    else:
+        pairs = list(template.items()) if isinstance(template, dict) else []
+    return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}

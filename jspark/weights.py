@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 
 from jspark import axes
 from jspark.config import DecoderConfig, DrafterConfig, RopeConfig
+from jspark.models.any_drafter import AnyDrafter, build_drafter
 from jspark.models.decoder import Decoder
-from jspark.models.drafter import Drafter
 
 
 class TensorSource(Protocol):
@@ -41,11 +41,11 @@ def load_decoder(source: TensorSource, config: DecoderConfig, dtype, mesh: Mesh)
     return _load(source, lambda: Decoder(config, dtype, stacked=stacked), config.num_layers, mesh)
 
 
-def load_drafter(source: TensorSource, config: DrafterConfig, dtype, mesh: Mesh, target: Decoder) -> Drafter:
+def load_drafter(source: TensorSource, config: DrafterConfig, dtype, mesh: Mesh, target: Decoder) -> AnyDrafter:
     """A drafter with its weights on the mesh; an embedding or head equal to the target's is shared with it."""
     stacked = stacked_layout(mesh)
     layers = config.backbone.num_layers
-    drafter = _load(source, lambda: Drafter(config, dtype, stacked=stacked), layers, mesh)
+    drafter = _load(source, lambda: build_drafter(config, dtype, stacked=stacked), layers, mesh)
     if drafter.embed is not None and _same(drafter.embed.embedding[...], target.embed.embedding[...]):
         drafter.embed = None
     if drafter.head is not None:
@@ -62,10 +62,10 @@ def random_decoder(config: DecoderConfig, dtype, mesh: Mesh, seed: int = 0) -> D
     return _random(lambda: Decoder(config, dtype, stacked=stacked), mesh, seed)
 
 
-def random_drafter(config: DrafterConfig, dtype, mesh: Mesh, seed: int = 0) -> Drafter:
+def random_drafter(config: DrafterConfig, dtype, mesh: Mesh, seed: int = 0) -> AnyDrafter:
     """An untrained drafter: about one accepted token a step, and the cost of a real one."""
     stacked = stacked_layout(mesh)
-    return _random(lambda: Drafter(config, dtype, stacked=stacked), mesh, seed)
+    return _random(lambda: build_drafter(config, dtype, stacked=stacked), mesh, seed)
 
 
 def untrained_drafter_config(target: DecoderConfig, *, layers: int = 1, block_size: int = 7) -> DrafterConfig:
@@ -100,7 +100,7 @@ def untrained_drafter_config(target: DecoderConfig, *, layers: int = 1, block_si
 
 def drafter_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter that a drafter of this configuration has, under its path in a checkpoint."""
-    module = nnx.eval_shape(lambda: Drafter(config, jnp.float32, stacked=False))
+    module = nnx.eval_shape(lambda: build_drafter(config, jnp.float32, stacked=False))
     return {name: variable.shape for name, variable in _paths(module).items()}
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
+# Nothing is asked of the real Hub: a typing error in a path would be.
+os.environ["HF_HUB_OFFLINE"] = "1"
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # Two virtual devices for the mesh test. Tests compile far more than they compute: less optimisation is faster.
     os.environ["XLA_FLAGS"] = " ".join(
@@ -23,6 +25,7 @@ _cache = Path(tempfile.mkdtemp(prefix="jspark-tests-"))
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_cache)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
+import json
 import shutil
 
 import numpy as np
@@ -40,6 +43,22 @@ def pytest_sessionfinish():
 def goldens() -> Path:
     """The folder with the reference models and outputs."""
     return GOLDENS
+
+
+@pytest.fixture
+def copy(goldens, tmp_path):
+    """Copies a golden's files, with changes to its config.json; a value of None deletes the key."""
+
+    def make(name: str, **changes) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        shutil.copy(goldens / name / "model.safetensors", folder)
+        config = json.loads((goldens / name / "config.json").read_text()) | changes
+        config = {k: v for k, v in config.items() if k not in changes or v is not None}
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return make
 
 
 @pytest.fixture

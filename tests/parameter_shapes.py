@@ -40,7 +40,17 @@ def decoder(c: DecoderConfig) -> Shapes:
 def drafter(c: DrafterConfig) -> Shapes:
     b, r = c.backbone, c.markov_rank
     h, v = b.hidden_size, b.vocab_size
-    shapes = layers(b) | {"fc.kernel": (len(c.target_layer_ids) * h, h), "hidden_norm.scale": (h,)}
+    shapes = layers(b) | {"fc.kernel": (len(c.target_layer_ids) * h, h)}
+    if c.eagle3 is None:
+        shapes["hidden_norm.scale"] = (h,)
+    else:
+        shapes["layers.0.hidden_norm.scale"] = (h,)
+        for name in ("q", "k", "v"):
+            shapes[f"layers.0.attn.{name}.kernel"] = (2 * h, shapes[f"layers.0.attn.{name}.kernel"][1])
+    if c.eagle3 is not None and c.eagle3.norm_before_fc:
+        shapes["input_norm.scale"] = (len(c.target_layer_ids) * h,)
+    if c.eagle3 is not None and c.eagle3.fc_norm:
+        shapes |= {f"fc_norm.{i}.scale": (h,) for i in range(len(c.target_layer_ids))}
     if c.own_embedding:
         shapes["embed.embedding"] = (v, h)
     if c.own_head:

@@ -49,14 +49,14 @@ def check_follows(request: Request, got: list[int], judge: list[int] | None = No
 
 
 def random_request(rng: np.random.Generator, i: int) -> Request:
-    """Every third request has no rules at all; the others have some of each kind, so that few programs exist."""
+    """Some requests have no rules, or ask for nothing; enough others in every batch do, so few programs exist."""
     base = prompts(DRAFTERS[0])[i % 4]
     prompt = (base * 3)[: rng.integers(2, 40)]
     # The tokens that this prompt leads to: rules forbid what would have come, sequences included.
     likely = plain_continuation(base)
     options, words, stop = {}, (), ()
     limit = int(rng.integers(12, 28))
-    if i % 3:
+    if i not in (0, 3, 6):
         options = {
             "repetition_penalty": float(rng.choice([0.7, 1.1, 1.5])),
             "presence_penalty": float(rng.choice([0, rng.uniform(-2, 2)])),
@@ -73,8 +73,8 @@ def random_request(rng: np.random.Generator, i: int) -> Request:
         top_k=20,
         max_tokens=limit if i < 8 else 28,
         min_tokens=int(rng.integers(0, limit)) if stop else 0,
-        logprobs=int(rng.integers(0, 4)) if i % 4 else None,
-        prompt_logprobs=2 if i % 4 else None,
+        logprobs=None if i in (0, 4) else int(rng.integers(1, 4)),
+        prompt_logprobs=2,
         speculative=i % 5 != 2,
         **options,
     )

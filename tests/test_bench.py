@@ -14,6 +14,7 @@ from support import GOLDENS, mesh, target
 from jspark.bench import ceilings
 from jspark.bench.ceilings import Ceilings, Work
 from jspark.cli import main
+from jspark.models.drafter import Drafter
 from jspark.weights import random_drafter, untrained_drafter_config
 
 TINY = str(GOLDENS / "qwen3_tiny")
@@ -100,6 +101,7 @@ def test_drafting_reads_the_head_once_and_no_projection_of_features():
     model, config = target("qwen3_tiny")
     own = untrained_drafter_config(config, block_size=3)
     drafter = random_drafter(own, jnp.float32, mesh())
+    assert isinstance(drafter, Drafter)
     work = ceilings.propose_pass(drafter, own, model, rows=1, block_size=3, context=0)
     everything = ceilings.weight_bytes(drafter) + 4 * SIZES["lm_head.weight"]
     features = 4 * (len(own.target_layer_ids) * 64 * 64 + 64)

@@ -19,9 +19,11 @@ from jspark.cli_generate import read_prompts
 from jspark.demo import WrappedPrinter
 from jspark.errors import UserError
 
-KEYS = ["index", "text", "output_ids", "finish_reason", "prompt_tokens", "completion_tokens", "steps"]
+KEYS = ["model", "index", "text", "output_ids", "finish_reason", "prompt_tokens", "completion_tokens"]
+KEYS += ["steps"]
 KEYS += ["accept_length", "window_histogram", "accepted_histogram", "prefill_seconds", "decode_seconds"]
 SIZES = ["--max-running-requests", "1", "--context-length", "128", "--chunked-prefill-size", "32"]
+SIZES += ["--skip-draft-probe"]
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +60,14 @@ def command(*args, **options) -> subprocess.Popen:
 def test_json_is_all_there_is_on_stdout(target, draft, answer):
     prompt, tokens = answer
     flags = ["--token-ids", prompt, "--token-ids", "57", "--max-new-tokens", "24", "--ignore-eos", "--json"]
+    flags += ["--served-model-name", "small"]
     process = command("generate", "--model-path", target, "--speculative-draft-model-path", draft, *flags, *SIZES)
     out, err = process.communicate()
     assert (process.returncode, err) == (0, "")
     first, second = map(json.loads, out.splitlines())
     assert list(first) == list(second) == KEYS
     assert first["text"] is None
+    assert first["model"] == "small"
     assert first["output_ids"] == tokens[:24]
     assert (first["prompt_tokens"], first["completion_tokens"], first["finish_reason"]) == (6, 24, "length")
     assert first["accept_length"] == 23 / first["steps"] > 1.5
@@ -251,8 +255,8 @@ def test_bad_flags_are_one_sentence(target, flags, message, capsys):
         ('{"temperatures": []}', "is no calibration"),
         ("[1]", "is no calibration"),
         ("[" * 100_000, "is no calibration"),
-        ("\xff", "is no calibration"),
-        (None, "cannot be read (No such file or directory)"),
+        ("\xff", "cannot be read (it is no text in UTF-8)"),
+        (None, "cannot be read (it does not exist)"),
     ],
 )
 def test_bad_calibrations_are_one_sentence(target, draft, tmp_path, content, message, capsys):

@@ -40,6 +40,20 @@ def specforge_as_dflash(config: dict) -> dict:
     return specforge(config) | {"architectures": ["DFlashDraftModel"]}
 
 
+def specforge_by_rank(config: dict) -> dict:
+    """Keys of one meaning in four places, of which the first in SGLang's order counts."""
+    made = specforge_as_dflash(config)
+    nested = made.pop("dflash_config")
+    wrong = dict.fromkeys(nested, 1) | {"projector_type": "domino"}
+    first = {"dspark_" + key: nested.pop(key) for key in ("mask_token_id", "target_layer_ids")}
+    return made | first | {"dspark_config": nested, "dflash_config": wrong, "mask_token_id": 2}
+
+
+def specforge_flat(config: dict) -> dict:
+    made = specforge_as_dflash(config)
+    return made | made.pop("dflash_config")
+
+
 def speculators(config: dict) -> dict:
     own = {key: config.pop(key) for key in OWN_KEYS if key in config}
     own |= own.pop("dflash_config", {})
@@ -66,6 +80,8 @@ def speculators(config: dict) -> dict:
 WRITERS = {
     "specforge": (specforge, "specforge", ""),
     "specforge as DFlash": (specforge_as_dflash, "specforge", ""),
+    "specforge, keys by rank": (specforge_by_rank, "specforge", ""),
+    "specforge, keys on the top level": (specforge_flat, "specforge", ""),
     "specforge's older names": (specforge, "specforge", "logit_head."),
     "speculators": (speculators, "speculators", ""),
 }
@@ -335,6 +351,8 @@ def test_the_python_interface_takes_the_answer_too(goldens, rewrite):
     folder = str(rewrite(TRAINED, sample_from_anchor=None))
     with pytest.raises(UserError, match="draft-anchor-predicts"):
         LLM(str(goldens / "qwen3_tiny"), folder)
-    llm = LLM(str(goldens / "qwen3_tiny"), folder, draft_anchor_predicts=False, context_length=64)
+    llm = LLM(
+        str(goldens / "qwen3_tiny"), folder, draft_anchor_predicts=False, draft_probe=False, context_length=64
+    )
     assert llm.algorithm == "DSPARK"
     assert llm.engine.block_size == 6

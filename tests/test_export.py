@@ -18,9 +18,10 @@ from jspark.checkpoint.export import export_drafter
 from jspark.cli import main
 from jspark.config import RopeConfig
 from jspark.errors import UserError
+from jspark.models.drafter import Drafter
 from jspark.weights import random_drafter
 
-DRAFTERS = sorted(p.name for p in (Path(__file__).parent / "goldens").glob("d*_qwen3_tiny*"))
+DRAFTERS = sorted(p.name for p in (Path(__file__).parent / "goldens").glob("*_qwen3_tiny*"))
 TRAINED = "dspark_qwen3_tiny_vanilla_trained"
 
 
@@ -68,6 +69,7 @@ def test_a_drafter_on_devices_is_written_from_either_layout(tmp_path, monkeypatc
     again = open_drafter(str(tmp_path / "out"))
     assert again.config == config
     arrays = load(again)
+    assert isinstance(model, Drafter)
     blocks = model.layers.blocks
     q = blocks.attn.q.kernel[...][1] if stacked else blocks[1].attn.q.kernel[...]  # type: ignore[index,union-attr]
     np.testing.assert_array_equal(arrays["layers.1.attn.q.kernel"], q)

@@ -10,7 +10,9 @@ from jspark import kv
 from jspark.batch import pack
 from jspark.budget import Full, Threshold
 from jspark.config import EngineConfig
+from jspark.eagle import chain_step
 from jspark.engine import Engine
+from jspark.models.eagle3 import Eagle3
 from jspark.propose import block_hidden
 from jspark.request import Request, SamplingParams
 from jspark.verify import forward
@@ -18,6 +20,7 @@ from jspark.verify import forward
 TARGETS = ["qwen3_tiny", "qwen3_tiny_tied", "llama_tiny"]
 DSPARK = sorted(p.name for p in GOLDENS.glob("dspark_*"))
 DFLASH = sorted(p.name for p in GOLDENS.glob("dflash_*"))
+EAGLE3 = sorted(p.name for p in GOLDENS.glob("eagle3_*"))
 
 
 def check_close(got, want):
@@ -90,6 +93,14 @@ class Recorder:
         rows = slots.take(args.slot)
         view = model.vocabulary(whole.vocabulary)
         size = self.engine.block_size
+        if isinstance(model, Eagle3):
+            outputs: list[jax.Array] = [rows.carried]
+            chain = [[]]
+            for _ in range(size - 1):
+                token = jnp.argmax(model.logits(view, outputs[-1]), axis=-1)
+                call = (pool, outputs[-1], token, rows.position, args.table, chain)
+                outputs.append(chain_step(model, view, config, *call))
+            return jnp.stack(outputs, axis=1)
         return block_hidden(model, view, config, pool, rows.anchor, rows.position, args.table, size)
 
     def propose(self, shape, pools, slots, args, tables):
@@ -187,3 +198,27 @@ def test_dflash_runs_step_by_step(name):
         check_close([s["hidden"] for s in steps], hidden)
         result, _ = record(engine, name, prompt, (int(outputs[f"p{i}_stop_token"]),), new=48)
         assert result.tokens == outputs[f"p{i}_stop_output_ids"][len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", EAGLE3)
+def test_eagle3_runs_step_by_step(name):
+    _, outputs = arrays(name)
+    engine = engines(name)
+    model, view = drafter(name)[0], drafter(name)[0].vocabulary(target("qwen3_tiny")[0].vocabulary)
+    assert isinstance(model, Eagle3)
+    for i, prompt in enumerate(prompts(name)):
+        result, steps = record(engine, name, prompt, (), new=60)
+        want = outputs[f"p{i}_output_ids"][len(prompt) :].tolist()
+        assert result.tokens[: len(want)] == want
+        lengths = outputs[f"p{i}_acceptance_lengths"].tolist()
+        steps = steps[: len(lengths)]
+        assert [s["count"] for s in steps] == lengths
+        assert [s["accepted"] for s in steps] == outputs[f"p{i}_accepted_draft_lengths"].tolist()
+        np.testing.assert_array_equal([s["tokens"] for s in steps], outputs[f"p{i}_step_draft_tokens"])
+        assert all(np.isposinf(s["confidence"]).all() for s in steps)
+        check_close(steps[0]["hidden"], outputs[f"p{i}_first_chain_hidden"])
+        with exact:
+            check_close(model.logits(view, jnp.asarray(steps[0]["hidden"])), outputs[f"p{i}_first_draft_logits"])
+        result, steps = record(engine, name, prompt, (int(outputs[f"p{i}_stop_token"]),), new=48)
+        assert result.tokens == outputs[f"p{i}_stop_output_ids"][len(prompt) :].tolist()
+        assert [s["count"] for s in steps if s["count"]] == outputs[f"p{i}_stop_acceptance_lengths"].tolist()

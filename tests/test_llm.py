@@ -20,7 +20,7 @@ BEGINNING = "A154A216A65€A311A281dnaïveA190A317A154"
 EOS = 257
 #: One bucket of rows, pages and prefill: few programs to compile.
 SIZES = {"max_running_requests": 2, "row_buckets": (2,), "page_size": 16, "context_length": 128}
-SIZES |= {"chunked_prefill_size": 32}
+SIZES |= {"chunked_prefill_size": 32, "draft_probe": False}
 GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 
 

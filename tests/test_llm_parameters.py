@@ -18,18 +18,19 @@ def llm(goldens, tmp_path_factory) -> LLM:
 
 
 def test_n_continuations_are_those_of_the_following_seeds(llm):
-    params = SamplingParams(n=3, seed=2**64 - 2, max_tokens=12)
+    params = SamplingParams(n=3, seed=11, max_tokens=12)
     outputs = llm.generate(["abc", "b"], [params, replace(params, n=1)])
     assert [o.index for o in outputs] == [0, 1, 2, 0]
     assert len({tuple(o.output_ids) for o in outputs[:3]}) == 3
-    # The seed wraps around at 64 bits.
-    for output, seed in zip(outputs, (2**64 - 2, 2**64 - 1, 0), strict=False):
+    for output, seed in zip(outputs, (11, 12, 13), strict=False):
         [alone] = llm.generate("abc", replace(params, n=1, seed=seed))
         assert alone.output_ids == output.output_ids
     pieces: dict[int, str] = {}
     for delta in llm.stream("abc", params):
         pieces[delta.index] = pieces.get(delta.index, "") + delta.text
     assert [pieces[i] for i in range(3)] == [o.text for o in outputs[:3]]
+    # The seed wraps around at 64 bits.
+    assert SamplingParams(n=3, seed=2**64 - 1).continuation(2).seed == 1
     unseeded = llm.generate("abc", replace(params, seed=None, n=2))
     assert unseeded[0].output_ids != unseeded[1].output_ids
 
@@ -56,16 +57,19 @@ def test_logprobs_come_with_the_tokens_they_are_of(llm):
 
 
 def test_bad_words_never_appear(llm):
-    [free] = llm.generate("abc", GREEDY)
-    text = free.text or ""
-    first = text[:4]
-    [without] = llm.generate("abc", replace(GREEDY, bad_words=[first, free.output_ids[2:4]]))
-    assert first not in (without.text or "")
-    pairs = list(zip(without.output_ids, without.output_ids[1:], strict=False))
-    assert tuple(free.output_ids[2:4]) not in pairs
-    assert without.output_ids != free.output_ids
+    letters = replace(GREEDY, logit_bias=dict.fromkeys(range(4), 50.0), ignore_eos=True)
+    [free] = llm.generate("xyz", letters)
+    word = (free.text or "")[2:5]
+    [without] = llm.generate("xyz", replace(letters, bad_words=word))
+    assert set(free.text or "") | set(without.text or "") <= set("abcd")
+    assert word not in (without.text or "")
+    assert (without.text or "")[:4] == (free.text or "")[:4]
+    [neither] = llm.generate("xyz", replace(letters, bad_words=[word, free.output_ids[:1]]))
+    assert (free.text or "")[0] not in (neither.text or "")
+    with pytest.raises(UserError, match="'ß' has no token in this vocabulary"):
+        llm.generate("xyz", replace(letters, bad_words="ß"))
     # A word that the prompt begins is not finished either.
-    [second] = llm.generate([0, 1, 2], replace(GREEDY, bad_words=[[1, 2, free.output_ids[0]]]))
+    [second] = llm.generate("xyz", replace(letters, bad_words=[[24, 25, free.output_ids[0]]]))
     assert second.output_ids[0] != free.output_ids[0]
 
 

@@ -31,6 +31,7 @@ DRAFTERS = [
     "dspark_qwen3_tiny_rnn_trained",
     "dspark_qwen3_tiny_nomarkov",
     "dflash_qwen3_tiny_trained",
+    "eagle3_qwen3_tiny_trained",
 ]
 MODES: list[VerifyMode] = ["static", "compact", "cap-accept"]
 

@@ -1,6 +1,5 @@
 """Text and ids: the real SmolLM2 vocabulary against its goldens, small vocabularies for the rest."""
 
-import datetime
 import json
 import random
 
@@ -272,39 +271,3 @@ def test_missing_and_broken_files(folder):
         from_folder(folder)
     (folder / "tokenizer.json").unlink()
     assert "no tokenizer.json" in str(from_folder(folder))
-
-
-def render(template: str, messages=CHAT, **variables) -> str:
-    backend = tokenizers.Tokenizer(models.BPE({}, []))
-    return Tokenizer(backend, origin="x", chat_template=template).apply_chat_template(messages, **variables)
-
-
-def test_template_features():
-    block = "{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n"
-    assert render(block) == "hi\n"
-    assert render("{% generation %}{{ messages[0].content }}{% endgeneration %}.") == "hi."
-    assert render("{{ strftime_now('%Y') }}") == str(datetime.date.today().year)
-    assert render("{{ messages[0] | tojson }}") == '{"role": "user", "content": "hi"}'
-    assert render("{{ {'a': '<é>'} | tojson(indent=1) }}") == '{\n "a": "<é>"\n}'
-    assert render("{% for m in messages %}{% break %}{% endfor %}x") == "x"
-    assert render("{{ 'T' if tools is none else tools[0] }}") == "T"
-    assert render("{{ enable_thinking }}", enable_thinking=False) == "False"
-    assert render("{{ add_generation_prompt }}", add_generation_prompt=False) == "False"
-
-
-@pytest.mark.parametrize(
-    ("template", "word"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% if %}", "syntax error in line 1"),
-        ("{{ messages[0].content + 1 }}", "TypeError"),
-        ("{{ nothing.at.all }}", "nothing"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
-        ("{{ messages.append(1) }}", "SecurityError"),
-        ("{% for i in range(10**9) %}{% endfor %}", "OverflowError"),
-    ],
-)
-def test_templates_that_fail(template, word):
-    with pytest.raises(UserError, match=word) as e:
-        render(template)
-    assert "\n" not in str(e.value)

@@ -18,6 +18,7 @@ from jspark.batch import pack
 from jspark.checkpoint import open_drafter
 from jspark.checkpoint.export import export_drafter
 from jspark.errors import UserError
+from jspark.models.drafter import Drafter
 from jspark.propose import block_hidden, inject
 
 CONTEXT, THETA, DIM = 23, 500.0, 14
@@ -83,6 +84,7 @@ def test_a_block_sees_what_its_layers_windows_hold(whole, tmp_path, rng, kind, k
     tensors = {k: v.astype(np.float64) for f in Path(path).glob("*.safetensors") for k, v in load_file(f).items()}
     prefix = "model." if kind == "dflash" else ""
     model, settings = drafter(path, whole[0])
+    assert isinstance(model, Drafter)
     assert settings.backbone.windows == tuple(window if k == "s" else 0 for k in kinds)
     assert settings.causal_windows is causal
 

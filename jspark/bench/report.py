@@ -65,7 +65,9 @@ def command_line(words: str, flags: Any) -> str:
 
     parts = words.split()
     for field in filter(given, fields(flags)):
-        parts += ["--" + field.name.replace("_", "-"), str(getattr(flags, field.name))]
+        value = getattr(flags, field.name)
+        for one in value if isinstance(value, tuple) else (value,):
+            parts += ["--" + field.name.replace("_", "-"), *([] if one is True else [str(one)])]
     return shlex.join(parts)
 
 

@@ -134,7 +134,9 @@ def _models(settings: Settings, mesh: Mesh) -> Models:
         config = SHAPES[settings.shape]
         name, target = f"{settings.shape} (random weights)", (weights.random_decoder(config, dtype, mesh), config)
     config = weights.untrained_drafter_config(target[1], block_size=settings.block_size)
-    return Models(name, target, (weights.random_drafter(config, dtype, mesh), config))
+    drafter = weights.random_drafter(config, dtype, mesh)
+    assert isinstance(drafter, Drafter)
+    return Models(name, target, (drafter, config))
 
 
 def _measure_engine(

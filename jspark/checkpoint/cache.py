@@ -1,6 +1,6 @@
-"""Where jspark keeps files between runs.
+"""Where jspark keeps files between runs, and whether it may fetch new ones.
 
-Knows: the folder and how to make it. Does not know: what is kept there.
+Knows: the folder and how to make it, the variables of the environment. Does not know: what is kept there.
 """
 
 from __future__ import annotations
@@ -34,3 +34,9 @@ def make_folder(path: Path) -> Path:
     if not os.access(path, os.W_OK | os.X_OK):
         raise UserError(f"the cache folder {path} cannot be written; set JSPARK_CACHE to a writable folder")
     return path
+
+
+def is_offline(asked: bool = False, *also: str) -> bool:
+    """Whether nothing may be fetched: asked for, or by JSPARK_OFFLINE or one of the variables in `also`."""
+    names = ("JSPARK_OFFLINE", *also)
+    return asked or any(os.environ.get(n, "").lower() not in ("", "0", "off", "no", "false") for n in names)

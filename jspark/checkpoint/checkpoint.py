@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jspark.checkpoint import builtin, gguf_config, gguf_vocabulary, hf_config
+from jspark.checkpoint import builtin, gguf_config, gguf_vocabulary, hf_config, hub
 from jspark.checkpoint.draft_vocabulary import full_vocabulary
 from jspark.checkpoint.drafters import (
     find_dialect,
@@ -23,7 +23,7 @@ from jspark.checkpoint.drafters import (
     with_tensors,
 )
 from jspark.checkpoint.gguf_file import GGUFFile
-from jspark.checkpoint.safetensors_files import SafetensorsFolder, read_json
+from jspark.checkpoint.safetensors_files import SafetensorsFolder
 from jspark.checkpoint.settings import MAX_LAYERS, Settings
 from jspark.checkpoint.source import (
     DECODER_RULES,
@@ -36,8 +36,10 @@ from jspark.checkpoint.source import (
     locate,
     stream,
 )
+from jspark.checkpoint.verifier import Verifier, read_verifier
 from jspark.config import DecoderConfig, DrafterConfig
 from jspark.errors import UserError
+from jspark.files import read_json
 from jspark.tokenizer import Tokenizer, from_folder
 
 
@@ -95,27 +97,65 @@ class TargetCheckpoint:
 
 @dataclass(frozen=True)
 class DrafterCheckpoint:
-    """A drafter on disk. `target_layers`: how many its target has; 0 where the file does not say."""
+    """A drafter on disk. `target_layers`: how many its target has; 0 where the file does not say.
+
+    `verifier`: what else it says of its target.
+    """
 
     config: DrafterConfig
     name: str
     path: Path
     tensors: Tensors
     target_layers: int
+    verifier: Verifier | None = None
 
     def parameters(self, expected: Mapping[str, Shape]) -> Iterator[tuple[str, np.ndarray]]:
         """See `Tensors.parameters`."""
         return self.tensors.parameters(expected)
 
 
-def open_target(spec: str) -> TargetCheckpoint:
-    """The target that `spec` names: a Hugging Face folder, a .gguf file, a folder with one, a built-in.
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint lies, and the name to show for it."""
 
-    Reads headers only; a built-in model is downloaded where the cache lacks it. Raises UserError.
+    path: Path
+    name: str
+
+
+def find(spec: str | Place, revision: str | None = None, offline: bool = False) -> Place:
+    """The place of what `spec` names: a local path, else a built-in or a model of the Hub, fetched if need be.
+
+    revision: of a model of the Hub. offline: nothing is fetched. Raises UserError.
     """
+    if isinstance(spec, Place):
+        return spec
     if spec in builtin.BUILTIN:
-        return replace(_open_gguf(builtin.fetch(builtin.BUILTIN[spec])), name=spec)
-    path = _existing(spec)
+        place = Place(builtin.fetch(builtin.BUILTIN[spec], offline), spec)
+    elif (path := _local(spec)) is not None:
+        place = Place(path, path.stem if path.is_file() else path.resolve().name)
+    elif (hub_id := hub.parse(spec)) is not None:
+        return Place(hub.fetch(hub_id, revision, offline), hub_id.repo)
+    else:
+        raise UserError(
+            f"there is no file or folder {spec!r:.200}; pass a local checkpoint, a Hub id such as "
+            f"Qwen/Qwen3-0.6B or the built-in {', '.join(builtin.BUILTIN)}"
+        )
+    if revision is not None:
+        raise UserError(f"a revision was given, and {spec} is not on the Hub; drop the revision")
+    return place
+
+
+def open_target(spec: str | Place, revision: str | None = None, offline: bool = False) -> TargetCheckpoint:
+    """The target that `spec` names: a Hugging Face folder, a .gguf file, a folder with one, a built-in, a Hub id.
+
+    Reads headers only; a built-in model or one of the Hub is downloaded where the cache lacks it. revision,
+    offline: see `find`. Raises UserError.
+    """
+    place = find(spec, revision, offline)
+    return replace(_open_target(place.path), name=place.name)
+
+
+def _open_target(path: Path) -> TargetCheckpoint:
     if path.is_file():
         return _open_gguf(path)
     config_file = path / "config.json"
@@ -143,13 +183,19 @@ def open_target(spec: str) -> TargetCheckpoint:
     )
 
 
-def open_drafter(spec: str, anchor_predicts: bool | None = None) -> DrafterCheckpoint:
-    """The drafter in the folder `spec`. Reads headers, and the map of a reduced vocabulary.
+def open_drafter(
+    spec: str | Place,
+    anchor_predicts: bool | None = None,
+    revision: str | None = None,
+    offline: bool = False,
+) -> DrafterCheckpoint:
+    """The drafter in a folder or on the Hub. Reads headers, and the map of a reduced vocabulary.
 
-    anchor_predicts: whether row 0 (the anchor) predicts, for checkpoints that do not say so themselves. Raises
-    UserError, also where the checkpoint says otherwise or nobody does.
+    anchor_predicts: whether row 0 (the anchor) predicts, for checkpoints that do not say so themselves. revision,
+    offline: see `find`. Raises UserError, also where the checkpoint says otherwise or nobody does.
     """
-    path = _existing(spec)
+    place = find(spec, revision, offline)
+    path = place.path
     if path.is_file():
         raise UserError(f"{path} is a file; a drafter is a folder with config.json and model.safetensors")
     config = _read_config(path)
@@ -169,14 +215,12 @@ def open_drafter(spec: str, anchor_predicts: bool | None = None) -> DrafterCheck
         tensors = replace(tensors, found={**tensors.found, head.path: head})
         drafter = replace(drafter, own_head=True)
     target_layers = config.integer("num_target_layers", 0, low=0, high=MAX_LAYERS)
-    return DrafterCheckpoint(drafter, path.resolve().name, path, tensors, target_layers)
+    return DrafterCheckpoint(drafter, place.name, path, tensors, target_layers, read_verifier(config))
 
 
-def is_drafter(spec: str) -> bool:
-    """Whether `spec` is a folder whose config.json is a drafter's; UserError when it cannot be read."""
-    if spec in builtin.BUILTIN:
-        return False
-    config_file = _existing(spec) / "config.json"
+def is_drafter(place: Place) -> bool:
+    """Whether it is a folder whose config.json is a drafter's; UserError when that cannot be read."""
+    config_file = place.path / "config.json"
     return config_file.is_file() and looks_like_drafter(Settings(read_json(config_file), str(config_file)))
 
 
@@ -193,18 +237,12 @@ def _open_gguf(path: Path) -> TargetCheckpoint:
     )
 
 
-def _existing(spec: str) -> Path:
-    path = Path(spec).expanduser()
+def _local(spec: str) -> Path | None:
+    path = Path(spec).expanduser() if spec else None
     try:
-        exists = path.exists()
+        return path if path is not None and path.exists() else None
     except (OSError, ValueError):
-        exists = False
-    if not exists or not spec:
-        raise UserError(
-            f"there is no file or folder {spec!r}; pass a local checkpoint or the built-in "
-            f"{', '.join(builtin.BUILTIN)}"
-        )
-    return path
+        return None
 
 
 def _read_config(folder: Path) -> Settings:

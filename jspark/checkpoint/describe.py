@@ -14,19 +14,23 @@ from jspark.checkpoint.checkpoint import (
     DrafterCheckpoint,
     TargetCheckpoint,
     Tensors,
+    find,
     is_drafter,
     open_drafter,
     open_target,
 )
-from jspark.config import DecoderConfig, RopeConfig
+from jspark.config import DecoderConfig, DrafterConfig, RopeConfig
 
 
-def describe(spec: str, anchor_predicts: bool | None = None) -> dict[str, Any]:
+def describe(
+    spec: str, anchor_predicts: bool | None = None, revision: str | None = None, offline: bool = False
+) -> dict[str, Any]:
     """Facts of the target or drafter that `spec` names, from headers alone: str, numbers, lists, dicts.
 
-    anchor_predicts: see `open_drafter`. Raises UserError as `open_target` and `open_drafter` do.
+    The arguments, and what is raised, are those of `open_target` and `open_drafter`.
     """
-    return _drafter(open_drafter(spec, anchor_predicts)) if is_drafter(spec) else _target(open_target(spec))
+    place = find(spec, revision, offline)
+    return _drafter(open_drafter(place, anchor_predicts)) if is_drafter(place) else _target(open_target(place))
 
 
 def _target(target: TargetCheckpoint) -> dict[str, Any]:
@@ -52,20 +56,32 @@ def _drafter(drafter: DrafterCheckpoint) -> dict[str, Any]:
         "path": str(drafter.path),
         "format": "safetensors",
         "dialect": config.dialect,
-        "algorithm": "DFLASH" if config.markov == "none" and config.confidence == "none" else "DSPARK",
+        "algorithm": _algorithm(config),
         **_decoder(config.backbone),
         **_contents(drafter.tensors),
         "block_size": config.block_size,
-        "predicts_from_anchor": config.predicts_from_anchor,
         "draft_vocab_size": config.draft_vocab_size or config.backbone.vocab_size,
-        "mask_token_id": config.mask_token_id,
-        "target_layer_ids": list(config.target_layer_ids),
-        "markov": config.markov,
-        "markov_rank": config.markov_rank,
-        "confidence": config.confidence,
+        "target_layer_ids": list(config.target_layer_ids) or "chosen by the target",
+        **(_block(config) if config.eagle3 is None else asdict(config.eagle3)),
         "own_embedding": config.own_embedding,
         "own_head": config.own_head,
     }
+
+
+def _block(config: DrafterConfig) -> dict[str, Any]:
+    return {
+        "predicts_from_anchor": config.predicts_from_anchor,
+        "mask_token_id": config.mask_token_id,
+        "markov": config.markov,
+        "markov_rank": config.markov_rank,
+        "confidence": config.confidence,
+    }
+
+
+def _algorithm(config: DrafterConfig) -> str:
+    if config.eagle3 is not None:
+        return "EAGLE3"
+    return "DFLASH" if config.markov == "none" and config.confidence == "none" else "DSPARK"
 
 
 def _decoder(config: DecoderConfig) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Drafter folders: a registry of dialects, each a recogniser, a reader of config.json and a table of names.
 
 Knows: the DSpark of DeepSpec and SpecForge, z-lab's DFlash, both in the form of speculators; which of them
-predict from the anchor row. Does not know: targets, or how a drafter computes.
+predict from the anchor row; where EAGLE-3's are read. Does not know: targets, or how a drafter computes.
 Adding a dialect is one more entry in `DIALECTS`.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from jspark.checkpoint import eagle3_dialects as eagle3
 from jspark.checkpoint.draft_vocabulary import MASK
 from jspark.checkpoint.hf_config import architectures, decoder_config
 from jspark.checkpoint.settings import MAX_LAYERS, MAX_POSITION, Settings
@@ -58,12 +59,13 @@ class Dialect:
 
 def _read_deepspec(config: Settings, asked: bool | None) -> DrafterConfig:
     """Flat keys; γ = block_size, row 0 (the anchor) already predicts."""
-    return _drafter(config, config, "deepspec", _anchor(config, asked, True), _heads(config))
+    inner = _flat(config)
+    return _drafter(config, inner, "deepspec", _anchor(inner, asked, True), _heads(inner))
 
 
 def _read_specforge(config: Settings, asked: bool | None) -> DrafterConfig:
     """`dflash_config` or the same keys on the top level; otherwise as DeepSpec."""
-    inner = _with_section(config, "dflash_config")
+    inner = _flat(config)
     _refuse_variants(inner)
     if inner.flag("use_swa", False):
         if not config.get("layer_types"):
@@ -79,7 +81,7 @@ def _read_specforge(config: Settings, asked: bool | None) -> DrafterConfig:
 
 def _read_dflash(config: Settings, asked: bool | None) -> DrafterConfig:
     """`dflash_config` or the same keys on the top level; block_size counts the anchor."""
-    inner = _with_section(config, "dflash_config")
+    inner = _flat(config)
     _refuse_variants(inner)
     if inner.flag("shift_label", False):
         raise inner.bad("shift_label", "false in a drafter without a head")
@@ -208,11 +210,19 @@ def _causal_key(config: Settings) -> str:
     return "is_causal" if config.get("is_causal") is not None else "causal"
 
 
-def _with_section(config: Settings, key: str) -> Settings:
-    """`config` with the keys of one of its objects on the top level, where they win."""
-    section = config.section(key)
-    own = {k: v for k, v in section.values.items() if v is not None} if section else {}
-    return Settings({**config.values, **own}, config.origin)
+def _flat(config: Settings) -> Settings:
+    """`config` with the drafter's keys on the top level, wherever they are written.
+
+    As SGLang ranks them: `dspark_` before a key, then dspark_config, dflash_config, and the top level.
+    """
+    values = dict(config.values)
+    for key in ("dflash_config", "dspark_config"):
+        if section := config.section(key):
+            values |= {k: v for k, v in section.values.items() if v is not None}
+    prefix = "dspark_"
+    own = {k.removeprefix(prefix): v for k, v in config.values.items() if k.startswith(prefix)}
+    own.pop("config", None)
+    return Settings(values | {k: v for k, v in own.items() if v is not None}, config.origin)
 
 
 def default_layer_ids(target_layers: int, draft_layers: int) -> tuple[int, ...]:
@@ -231,8 +241,12 @@ def _layer_ids(config: Settings, key: str = "target_layer_ids", low: int = -1) -
 
 
 def _projector(config: Settings) -> object:
-    nested = config.get("dflash_config")
-    return nested.get("projector_type") if isinstance(nested, dict) else None
+    """The projector_type, before it is known whether anything else in `config` is right."""
+    for key in ("dspark_config", "dflash_config"):
+        nested = config.get(key)
+        if isinstance(nested, dict) and nested.get("projector_type") is not None:
+            return nested["projector_type"]
+    return config.get("projector_type")
 
 
 def _is_speculators(config: Settings) -> bool:
@@ -258,6 +272,7 @@ def _is_dflash(config: Settings) -> bool:
     return "DFlashDraftModel" in architectures(config) and _projector(config) in (None, "dflash")
 
 
+_VERIFIER = re.compile(r"(?:model\.)?verifier_.*")
 _DSPARK_RULES = (*_backbone_rules(), *_head_rules())
 
 DIALECTS: tuple[Dialect, ...] = (
@@ -270,7 +285,17 @@ DIALECTS: tuple[Dialect, ...] = (
         _is_speculators,
         _read_speculators,
         _DSPARK_RULES,
-        ignored=re.compile(r"(?:model\.)?verifier_.*"),
+        ignored=_VERIFIER,
+    ),
+    Dialect("deepspec", "DeepSpec's Qwen3Eagle3Model", eagle3.is_deepspec, eagle3.read_deepspec, eagle3.RULES),
+    Dialect("eagle3", "LlamaForCausalLMEagle3", eagle3.is_original, eagle3.read_original, eagle3.RULES),
+    Dialect(
+        "speculators",
+        "speculators' eagle3",
+        eagle3.is_speculators,
+        eagle3.read_speculators,
+        eagle3.RULES,
+        ignored=_VERIFIER,
     ),
 )
 
@@ -281,6 +306,7 @@ _DRAFTER_KEYS = (
     "speculators_model_type",
     "target_layer_ids",
     "markov_rank",
+    "eagle_config",
 )
 
 

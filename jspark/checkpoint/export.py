@@ -22,9 +22,9 @@ from safetensors.numpy import save_file
 from jspark import weights
 from jspark.checkpoint.checkpoint import DrafterCheckpoint
 from jspark.checkpoint.source import LINEARS, NORMS
-from jspark.config import DecoderConfig, DrafterConfig, DType, RopeConfig
+from jspark.config import DecoderConfig, DrafterConfig, DType, Eagle3Config, RopeConfig
 from jspark.errors import UserError
-from jspark.models.drafter import Drafter
+from jspark.models.any_drafter import AnyDrafter
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 #: Parameter → tensor, and whether it is a kernel [in, out] that files hold as [out, in].
@@ -47,11 +47,12 @@ _LAYER_NAMES = {
     **{f"{ours}.kernel": (f"{theirs}.weight", True) for theirs, ours in LINEARS.items()},
     **{f"{ours}.bias": (f"{theirs}.bias", False) for theirs, ours in LINEARS.items()},
     **{f"{ours}.scale": (f"{theirs}.weight", False) for theirs, ours in NORMS.items()},
+    "hidden_norm.scale": ("hidden_norm.weight", False),
 }
 
 
 def export_drafter(
-    drafter: DrafterCheckpoint | tuple[Drafter, DrafterConfig],
+    drafter: DrafterCheckpoint | tuple[AnyDrafter, DrafterConfig],
     folder: Path,
     *,
     dtype: DType | None = None,
@@ -94,6 +95,12 @@ def _dialect(config: DrafterConfig) -> str:
         raise refuse(f"drafts only {config.draft_vocab_size} of {b.vocab_size} tokens")
     if not b.qk_norm or b.mlp_bias or b.qkv_bias != b.output_bias:
         raise refuse("has layers of another kind than Qwen3's")
+    if config.eagle3 is not None:
+        if config.eagle3 != Eagle3Config() or b.num_layers != 1:
+            raise refuse("is an EAGLE-3 with more norms or layers than DeepSpec's")
+        if len(config.target_layer_ids) != 5:
+            raise refuse(f"is an EAGLE-3 that reads {config.feature_count} target layers and not five")
+        return "deepspec"
     if config.predicts_from_anchor and config.causal_windows:
         raise refuse("has sliding windows that are causal inside the block")
     if config.predicts_from_anchor:
@@ -107,6 +114,13 @@ def _config(config: DrafterConfig, target_layers: int, dtype: str) -> dict[str, 
     values = _backbone(config.backbone) | {"dtype": dtype}
     if target_layers:
         values["num_target_layers"] = target_layers
+    if config.eagle3 is not None:
+        return values | {
+            "architectures": ["Qwen3Eagle3Model"],
+            "draft_num_hidden_layers": 1,
+            "target_layer_ids": list(config.target_layer_ids),
+            "ttt_length": config.block_size,
+        }
     block: dict[str, Any] = {
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),

@@ -8,6 +8,7 @@ Does not know: what keys and tensor names mean.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ from jspark.errors import UserError
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
+#: Texts and numbers in all arrays together, and tensors: each takes more memory than it takes room in the file.
+#: The largest vocabularies have about a third of it.
+_MAX_ITEMS = 3 << 20
+_MAX_TENSORS = 1 << 16
 _SCALARS = {
     GGUFValueType.UINT8: "<u1",
     GGUFValueType.INT8: "<i1",
@@ -74,7 +79,7 @@ class GGUFFile:
         self._entries: dict[str, _Entry] = {}
         try:
             self._read_header()
-        except (_DamagedError, UnicodeDecodeError) as e:
+        except _DamagedError as e:
             raise UserError(f"{path} is not a complete GGUF file ({e}); fetch it again") from None
 
     @property
@@ -113,6 +118,8 @@ class GGUFFile:
             if key in self.metadata:
                 raise _DamagedError(f"the key {key} appears twice")
             self.metadata[key] = cursor.value()
+        if tensors > _MAX_TENSORS:
+            raise _DamagedError(f"it claims to hold {tensors} tensors")
         table = [self._read_entry(cursor) for _ in range(tensors)]
         align = self.metadata.get("general.alignment", 32)
         if not isinstance(align, int) or align < 1 or align & (align - 1):
@@ -124,12 +131,15 @@ class GGUFFile:
             if start + entry.start + entry.size > len(self._data):
                 raise _DamagedError(f"the data of {name} ends beyond the end of the file")
             self._entries[name] = _Entry(entry.info, entry.kind, start + entry.start, entry.size)
+        in_order = sorted((e for e in self._entries.values() if e.size), key=lambda e: e.start)
+        if any(a.start + a.size > b.start for a, b in itertools.pairwise(in_order)):
+            raise _DamagedError("tensors overlap in it")
 
     def _read_entry(self, cursor: _Cursor) -> tuple[str, _Entry]:
         name = cursor.text()
         rank = cursor.number("<I")
         if rank > _MAX_DIMS:
-            raise _DamagedError(f"{name} has {rank} dimensions")
+            raise _DamagedError(f"the tensor {name} has {rank} dimensions")
         shape = tuple(cursor.number("<Q") for _ in range(rank))[::-1]
         code, offset = cursor.number("<I"), cursor.number("<Q")
         try:
@@ -153,6 +163,7 @@ class _Cursor:
     def __init__(self, data: np.ndarray):
         self._view = memoryview(data)
         self.offset = 0
+        self._items = 0
 
     def take(self, size: int) -> memoryview:
         end = self.offset + size
@@ -166,7 +177,16 @@ class _Cursor:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def text(self) -> str:
-        return str(self.take(self.number("<Q")), "utf-8")
+        self._count(1)
+        try:
+            return str(self.take(self.number("<Q")), "utf-8")
+        except UnicodeDecodeError:
+            raise _DamagedError("a text in its header is not UTF-8") from None
+
+    def _count(self, items: int) -> None:
+        self._items += items
+        if self._items > _MAX_ITEMS:
+            raise _DamagedError("its header has more entries than any model's")
 
     def value(self) -> Any:
         kind = self._kind()
@@ -189,6 +209,7 @@ class _Cursor:
             raise _DamagedError(f"metadata of unknown type {code}") from None
 
     def _scalars(self, kind: GGUFValueType, count: int) -> list[Any]:
+        self._count(count)
         dtype = np.dtype(_SCALARS[kind])
         return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
 

@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 
+from jspark.chat_template import DEFAULT
 from jspark.errors import UserError
 from jspark.tokenizer import Tokenizer
 
@@ -66,13 +67,20 @@ def tokenizer(metadata: Mapping[str, Any], origin: str) -> Tokenizer | str:
         parts = [part for part in (before, "$A", after) if part]
         ends = {token: vocabulary[token] for token in (before, after) if token}
         backend.post_processor = processors.TemplateProcessing(single=parts, special_tokens=list(ends.items()))
-    template = metadata.get("tokenizer.chat_template")
     return Tokenizer(
         backend,
         origin=origin,
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=templates(metadata),
         special_tokens={k: v for k, v in {"bos_token": bos, "eos_token": eos}.items() if v is not None},
     )
+
+
+def templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """By name: the plain one under its own key, others under keys that end in their names."""
+    key = "tokenizer.chat_template"
+    named = {DEFAULT: metadata.get(key)}
+    named |= {k.removeprefix(key + "."): v for k, v in metadata.items() if k.startswith(key + ".")}
+    return {name: source for name, source in named.items() if isinstance(source, str)}
 
 
 def _backend(vocabulary: dict[str, int], merges: list[str], pre: str, origin: str) -> tokenizers.Tokenizer:

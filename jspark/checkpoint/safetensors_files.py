@@ -6,7 +6,6 @@ Does not know: tensor names' meaning or configurations.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,26 +16,22 @@ from safetensors import SafetensorError, safe_open
 
 from jspark.checkpoint.source import TensorInfo
 from jspark.errors import UserError
+from jspark.files import is_file, read_json
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+#: Bytes of an index; the largest known, of a trillion parameters in experts, has half of it.
+_MAX_INDEX = 32 << 20
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; UserError when it is unreadable or not an object."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; point to a folder that holds the whole checkpoint") from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"{path} cannot be read ({e}); fetch the checkpoint again") from None
-    except (json.JSONDecodeError, RecursionError) as e:
-        raise UserError(f"{path} is not valid JSON ({e}); fetch the checkpoint again") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{path} holds a JSON {type(data).__name__}, not an object; fetch the checkpoint again")
-    return data
+def weight_map(index: Path) -> dict[str, str]:
+    """Tensor name → file, as an index says; UserError for one that says nothing."""
+    where = read_json(index, _MAX_INDEX).get("weight_map")
+    if not isinstance(where, dict) or not where or not all(isinstance(s, str) for s in where.values()):
+        raise UserError(f"{index} has no weight_map from tensors to files; fetch the checkpoint again")
+    return where
 
 
 class SafetensorsFolder:
@@ -46,10 +41,10 @@ class SafetensorsFolder:
         self._files: dict[str, Any] = {}
         self._where: dict[str, Path] = {}
         self._infos: dict[str, TensorInfo] = {}
-        if (folder / _SINGLE).is_file():
-            for name in sorted(self._open(folder / _SINGLE)):
-                self._add(name, folder / _SINGLE)
-        elif (folder / _INDEX).is_file():
+        if (folder / SINGLE).is_file():
+            for name in sorted(self._open(folder / SINGLE)):
+                self._add(name, folder / SINGLE)
+        elif (folder / INDEX).is_file():
             self._read_index(folder)
         else:
             raise UserError(_nothing_here(folder))
@@ -72,21 +67,19 @@ class SafetensorsFolder:
         return self._infos[name].dtype in _FLOATS
 
     def _read_index(self, folder: Path) -> None:
-        index = folder / _INDEX
-        where = read_json(index).get("weight_map")
-        if not isinstance(where, dict) or not where:
-            raise UserError(f"{index} has no weight_map; fetch the checkpoint again")
+        index = folder / INDEX
+        where = weight_map(index)
         names: dict[str, set[str]] = {}
-        for shard in sorted({str(s) for s in where.values()}):
+        for shard in sorted(set(where.values())):
             if Path(shard).name != shard:
                 raise UserError(f"{index} names a shard outside its folder ({shard}); correct the index")
-            if not (folder / shard).is_file():
+            if not is_file(folder / shard):
                 raise UserError(f"{index} names {shard}, which is not in the folder; fetch the missing shard")
             names[shard] = self._open(folder / shard)
         for name, shard in where.items():
-            if name not in names[str(shard)]:
+            if name not in names[shard]:
                 raise UserError(f"{index} says that {name} is in {shard}, which lacks it; fetch both again")
-            self._add(name, folder / str(shard))
+            self._add(name, folder / shard)
 
     def _open(self, path: Path) -> set[str]:
         try:
@@ -103,10 +96,10 @@ class SafetensorsFolder:
 
 
 def _nothing_here(folder: Path) -> str:
-    pickles = sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern))
+    pickles = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
     if pickles:
         return (
             f"{folder} holds its weights only as pickles ({pickles[0]}), which can run code when opened; "
             "convert them to model.safetensors"
         )
-    return f"{folder} holds neither {_SINGLE} nor {_INDEX}; point to a folder with the model's weights"
+    return f"{folder} holds neither {SINGLE} nor {INDEX}; point to a folder with the model's weights"

@@ -7,6 +7,7 @@ Does not know: which keys exist.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +35,10 @@ class Settings:
 
     def bad(self, key: str, what: str) -> UserError:
         """The error for a value of `key` that is not `what`."""
-        return UserError(f"{self.origin}: {key} is {self.values.get(key)!r}, but it must be {what}")
+        value = self.values.get(key)
+        if value is None:
+            return UserError(f"{self.origin}: {key} is missing, but it must be {what}")
+        return UserError(f"{self.origin}: {key} is {reprlib.repr(value)}, but it must be {what}")
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.values.get(key)
@@ -104,5 +108,7 @@ def check_heads(config: DecoderConfig, origin: str) -> DecoderConfig:
             "correct one of the two numbers"
         )
     if config.head_dim % 2:
-        raise UserError(f"{origin}: a head dimension of {config.head_dim} is odd, but rotary positions need pairs")
+        raise UserError(
+            f"{origin}: a head dimension of {config.head_dim} is odd, but rotary positions need pairs; correct it"
+        )
     return config

@@ -160,12 +160,13 @@ def _yarn(rope: RopeConfig, base: np.ndarray, head_dim: int, original: int) -> t
 class Attention(nnx.Module):
     """Projections, per-head norms and rotary embedding of grouped-query attention."""
 
-    def __init__(self, make: Make, config: DecoderConfig):
-        c, h, d = config, config.hidden_size, config.head_dim
+    def __init__(self, make: Make, config: DecoderConfig, inputs: int | None = None):
+        c, d = config, config.head_dim
+        h = inputs or c.hidden_size
         self.q = Linear(make, (h, c.num_heads * d), (None, "heads"), bias=c.qkv_bias)
         self.k = Linear(make, (h, c.num_kv_heads * d), (None, "kv_heads"), bias=c.qkv_bias)
         self.v = Linear(make, (h, c.num_kv_heads * d), (None, "kv_heads"), bias=c.qkv_bias)
-        self.o = Linear(make, (c.num_heads * d, h), ("heads", None), bias=c.output_bias)
+        self.o = Linear(make, (c.num_heads * d, c.hidden_size), ("heads", None), bias=c.output_bias)
         self.q_norm = RMSNorm(make, d, c.rms_norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(make, d, c.rms_norm_eps) if c.qk_norm else None
         self.head_dim = d
@@ -199,11 +200,11 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One pre-norm layer, in the two halves between which attention happens."""
+    """One pre-norm layer, in the two halves between which attention happens. inputs: width of what it reads."""
 
-    def __init__(self, make: Make, config: DecoderConfig):
+    def __init__(self, make: Make, config: DecoderConfig, inputs: int | None = None):
         self.input_norm = RMSNorm(make, config.hidden_size, config.rms_norm_eps)
-        self.attn = Attention(make, config)
+        self.attn = Attention(make, config, inputs)
         self.post_norm = RMSNorm(make, config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(make, config)
 

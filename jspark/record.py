@@ -1,0 +1,47 @@
+"""What an observer of the engine sees of each step: host arrays, one entry a row.
+
+Knows: the record. Does not know: how it is gathered (engine.py), or who reads it (evaluation, traces).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step did to the rows that committed tokens in it.
+
+    number: counts the engine's steps from 1. rows: R, the bucket. verify_tokens, prefill_tokens: packed rows of
+    the target's forward for verification and for prompts, padding included. dispatched, collected: seconds on
+    `time.perf_counter`'s clock; a step's own time is the difference of two records' `collected`.
+
+    Arrays of n rows. request: ids. position: where the anchor stood. sampled: temperature above 0. drafted: γ, or
+    0 for the step of a request's first token. window: drafted tokens that might be committed. accepted: of these,
+    accepted. block_accepted: accepted of the whole block, where it was verified whole (static and cap-accept);
+    under compact as far as the window. count: tokens committed, stop tokens and limits applied. confidence
+    [n, γ]: raw logits, +inf where the drafter has no such head, NaN where nothing was drafted.
+    """
+
+    number: int
+    rows: int
+    verify_tokens: int
+    prefill_tokens: int
+    dispatched: float
+    collected: float
+    request: np.ndarray
+    position: np.ndarray
+    sampled: np.ndarray
+    drafted: np.ndarray
+    window: np.ndarray
+    accepted: np.ndarray
+    block_accepted: np.ndarray
+    count: np.ndarray
+    confidence: np.ndarray
+
+
+#: Called after every collected step, on the thread that steps the engine; what it raises fails the step.
+Observer = Callable[[StepRecord], None]
