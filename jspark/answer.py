@@ -18,13 +18,13 @@ class Output:
 
     model: the name under which it is served. index: which of the prompt's `n` continuations. text: None without
     a tokenizer; what ended it (stop string, stop token) is not part of it. output_ids: new tokens only, up to the
-    one that ended it. stop_reason: the stop string or the id of the stop token. steps: target forwards that
-    committed tokens of this prompt after its prefill. accept_length: tokens after the first, per step; None
-    without a step. window_histogram[n]: steps that sent n drafted tokens to verification; accepted_histogram[n]:
-    steps that accepted n of them (both γ + 1 long). Seconds run from admission to the first token, and from there
-    to the last; compilation on first use is inside them. logprobs: one entry a token of output_ids.
-    prompt_logprobs: one a prompt token, None for the first, which nothing predicts. Both are None where not asked
-    for.
+    one that ended it. stop_reason: the stop string, the id of the stop token, or why an answer with a grammar
+    broke off (finish_reason "abort"). steps: target forwards that committed tokens of this prompt after its
+    prefill. accept_length: tokens after the first, per step; None without a step. window_histogram[n]: steps that
+    sent n drafted tokens to verification; accepted_histogram[n]: steps that accepted n of them (both γ + 1 long).
+    Seconds run from admission to the first token, and from there to the last; compilation on first use is inside
+    them. logprobs: one entry a token of output_ids. prompt_logprobs: one a prompt token, None for the first, which
+    nothing predicts. Both are None where not asked for.
     """
 
     model: str
@@ -105,6 +105,7 @@ class Answer:
                 return
         if update.finish_reason:
             self.finish_reason = update.finish_reason
+            self._stop_reason = update.problem or self._stop_reason
             if self._text:
                 self._show(self._text, self._text.finish())
 

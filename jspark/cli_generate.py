@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +20,15 @@ from rich.progress import MofNCompleteColumn, Progress
 from tyro.conf import arg
 
 from jspark.errors import UserError
-from jspark.flags import EngineFlags, ModelFlags, SamplingFlags, SpeculationFlags, open_llm, token_ids
+from jspark.flags import (
+    EngineFlags,
+    ModelFlags,
+    SamplingFlags,
+    SpeculationFlags,
+    StructureFlags,
+    open_llm,
+    token_ids,
+)
 
 if TYPE_CHECKING:
     from jspark.llm import LLM, Output
@@ -46,6 +54,7 @@ class Generate:
     json: bool = False
     """One JSON object a prompt on stdout, in order, and nothing else there."""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
+    structure: StructureFlags = field(default_factory=StructureFlags)
     speculation: SpeculationFlags = field(default_factory=SpeculationFlags)
     engine: EngineFlags = field(default_factory=EngineFlags)
 
@@ -54,7 +63,7 @@ class Generate:
         prompts = self._prompts()
         if self.model.chat_template is not None and not self.chat:
             raise UserError("--chat-template does nothing without --chat; add --chat, or drop it")
-        params = self.sampling.params()
+        params = replace(self.sampling.params(), structured_outputs=self.structure.structured_outputs())
         for flag, k in (("--logprobs", params.logprobs), ("--prompt-logprobs", params.prompt_logprobs)):
             if k is not None and not self.json:
                 raise UserError(f"{flag} shows in JSON only; add --json, or drop it")

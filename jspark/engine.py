@@ -25,9 +25,11 @@ from jspark.config import DecoderConfig, DrafterConfig, EngineConfig
 from jspark.cost import CostTable
 from jspark.intake import MAX_STOP_IDS, SlotTables, check_ids
 from jspark.logprobs import Logprobs, told
+from jspark.mask import Mask, host_mask
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
 from jspark.programs import Programs, ProposeShape, VerifyShape, at_least, ladder
+from jspark.propose import Proposal
 from jspark.record import Observer, StepRecord
 from jspark.request import LOGPROB_STEPS, FinishReason, Request, Update
 from jspark.scheduler import Chunk, Running, Scheduler, Work
@@ -171,10 +173,9 @@ class Engine:
         admitted = self.scheduler.admit(time.perf_counter())
         if admitted:
             self._place(admitted)
-        flight = self._dispatch()
+        flight, updates = self._dispatch()
         if flight is not None:
             self._flights.append(flight)
-        updates: list[Update] = []
         keep = 1 if self._overlap and flight is not None else 0
         while len(self._flights) > keep:
             updates += self._collect(self._flights.popleft())
@@ -204,17 +205,20 @@ class Engine:
             a.frequency[i] = params.frequency_penalty
             a.min_position[i] = len(request.prompt) + params.min_tokens if params.min_tokens else 0
             a.biased[i], a.worded[i] = bool(params.logit_bias or request.bad_words), bool(request.bad_words)
+            if request.grammar and running.matcher is None:
+                running.matcher = request.grammar.matcher()
             self._confidence[running.slot] = np.nan
             self._tables.admit(request, running.tokens[len(request.prompt) :], running.slot)
         index, values = self.programs.place((index, values))
         self._slots = self.programs.admit(self._slots, index, values)
 
-    def _dispatch(self) -> Flight | None:
+    def _dispatch(self) -> tuple[Flight | None, list[Update]]:
+        """The step that was dispatched, if any, and the results of earlier ones that had to be known for it."""
         now = time.perf_counter()
         work = self.scheduler.plan(self._tile, self._tiles(self._chunk_steps[-1]))
         rows = work.rows
         if not rows:
-            return None
+            return None, []
         count = at_least(self.config.row_buckets, len(rows))
         sampling = _sampling(rows)
         # A fresh row has no features to draft from: its first token comes from its anchor alone.
@@ -226,6 +230,7 @@ class Engine:
         if drafts:
             propose = ProposeShape(count, pages, sampling)
             proposal = self.programs.propose(propose, self._pools, self._slots, args, tables)
+        mask, updates = self._mask(work, count, proposal)
         shape = VerifyShape(
             count,
             pages,
@@ -235,9 +240,10 @@ class Engine:
             prefill,
             logprobs=_most(r.request.params.logprobs for r in work.decode),
             prompt_logprobs=_most(c.running.request.params.prompt_logprobs for c in work.chunks),
+            masked=0 if mask is None else mask.bits.shape[0],
         )
         self._pools, self._slots, tables, packet = self.programs.verify(
-            shape, self._pools, self._slots, args, proposal, tables
+            shape, self._pools, self._slots, args, proposal, tables, mask
         )
         self._tables.update(tables)
         for array in jax.tree.leaves(packet):
@@ -247,7 +253,27 @@ class Engine:
             running.fresh = False
         self._step += 1
         admissions = [r.admission for r in work.decode]
-        return Flight(self._step, shape, now, packet, work.decode, admissions, work.chunks)
+        return Flight(self._step, shape, now, packet, work.decode, admissions, work.chunks), updates
+
+    def _mask(self, work: Work, count: int, proposal: Proposal | None) -> tuple[Mask | None, list[Update]]:
+        """Legal tokens of the rows that have a grammar; None without such rows.
+
+        The exception to a loop that never waits: a grammar has to take in the tokens of the step before, whose
+        results are returned, and to see this step's drafts. Both come to the host while the device drafts.
+        """
+        if not any(r.matcher for r in work.decode):
+            return None, []
+        updates = [update for flight in self._flights for update in self._collect(flight)]
+        self._flights.clear()
+        matchers = [r.matcher if r.slot >= 0 else None for r in work.decode]
+        if not any(matchers):
+            return None, updates
+        drafts: list[list[int]] = [[] for _ in matchers]
+        if proposal is not None:
+            tokens = np.asarray(proposal.tokens).tolist()
+            drafts = [own if r.has_features and _drafts(r) else [] for r, own in zip(work.decode, tokens, strict=False)]
+        width = 1 if proposal is None else proposal.tokens.shape[1] + 1
+        return self.programs.place(host_mask(matchers, drafts, count, width, self._vocab_size)), updates
 
     def _plan(self, work: Work, count: int) -> tuple[Plan, int]:
         """The plan with its tier filled, and the packed verify rows: from confidence two steps old.
@@ -377,14 +403,14 @@ class Engine:
                 continue
             running.in_flight -= 1
             count = int(packet.count[i])
-            if count == 0:
+            if not (count or packet.finished[i]):
                 continue
             tokens = tuple(packet.tokens[i, :count].tolist())
             stats = running.stats
             if running.committed == 0:
                 running.first_token = now
                 stats.prefill_seconds = now - running.admitted
-            else:
+            elif count:
                 stats.steps += 1
                 stats.windows[int(packet.window[i])] += 1
                 stats.accepted[int(packet.accepted[i])] += 1
@@ -392,14 +418,21 @@ class Engine:
                 stats.decode_seconds = now - running.first_token
             running.tokens += tokens
             reason: FinishReason | None = None
+            problem = None
             if packet.finished[i]:
-                reason = "stop" if tokens[-1] in running.request.stop_ids else "length"
+                stopped = bool(tokens) and tokens[-1] in running.request.stop_ids
+                full = running.committed >= running.limit
+                if running.matcher and not (stopped or full):  # nothing was legal any more
+                    problem = running.matcher.why_stopped(tokens)
+                reason = "abort" if problem else "length" if full and not stopped else "stop"
                 self.scheduler.release(running)
+            elif running.matcher:
+                running.matcher.advance(tokens)
             k = running.request.params.logprobs
             asked = () if k is None or packet.logprobs is None else told(tokens, packet.logprobs, i, k)
             prompt = tuple(running.prompt_logprobs)
             running.prompt_logprobs.clear()
-            updates.append(Update(running.request.id, tokens, reason, stats, asked, prompt))
+            updates.append(Update(running.request.id, tokens, reason, stats, asked, prompt, problem))
         return updates
 
     def _collect_prompts(self, chunks: list[Chunk], logprobs: Logprobs | None) -> None:
@@ -419,7 +452,7 @@ class Engine:
         kept = [i for i, (r, admission, count) in enumerate(owners) if r.holds(admission) and count > 0]
         rows = [flight.rows[i] for i in kept]
         confidence = np.full((len(kept), self.block_size), np.nan, np.float32)
-        drafted = np.where([len(r.tokens) > r.start and _drafts(r) for r in rows], self.block_size, 0)
+        drafted = np.where([r.has_features and _drafts(r) for r in rows], self.block_size, 0)
         if packet.confidence.shape[1]:
             confidence[drafted > 0] = packet.confidence[kept][drafted > 0]
         return StepRecord(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
 
@@ -16,6 +17,7 @@ from jspark.calibration import read_temperatures
 from jspark.config import Algorithm, DType, EngineConfig, VerifyMode
 from jspark.errors import UserError
 from jspark.request import Sampler, SamplingParams
+from jspark.structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from jspark.llm import LLM
@@ -193,6 +195,44 @@ class SamplingFlags:
         return params
 
 
+@dataclass(frozen=True)
+class StructureFlags:
+    """What an answer must look like; one of these."""
+
+    json_schema: Annotated[str | None, arg(metavar="FILE|JSON", help_behavior_hint="(default: none)")] = None
+    """JSON that fits this schema; `{}` is any JSON."""
+    regex: Annotated[str | None, arg(metavar="REGEX", help_behavior_hint="(default: none)")] = None
+    """Text that this expression matches as a whole."""
+    choice: Annotated[tuple[str, ...], arg(metavar="TEXT")] = ()
+    """One of these texts."""
+    grammar: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
+    """Text of the Lark or GBNF grammar in this file."""
+
+    def structured_outputs(self) -> StructuredOutputs | None:
+        """The constraint; UserError for more than one, or for a file that cannot be read."""
+        given: dict[str, Any] = {"json": self.json_schema, "regex": self.regex, "grammar": self.grammar}
+        given = {k: v for k, v in given.items() if v is not None} | (
+            {"choice": self.choice} if self.choice else {}
+        )
+        if not given:
+            return None
+        if len(given) > 1:
+            raise UserError("--json-schema, --regex, --choice and --grammar exclude each other; give one of them")
+        if "json" in given and not given["json"].lstrip().startswith("{"):
+            given["json"] = _read(given["json"], "JSON schema")
+        if "grammar" in given:
+            given["grammar"] = _read(given["grammar"], "grammar")
+        return StructuredOutputs(**given)
+
+
+def _read(path: str, what: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as e:  # ValueError: no UTF-8, or a path with a zero byte
+        why = e.strerror if isinstance(e, OSError) else e
+        raise UserError(f"the {what} {path:.200} cannot be read ({why}); pass a text file in UTF-8") from None
+
+
 def open_llm(model: ModelFlags, speculation: SpeculationFlags, engine: EngineFlags) -> LLM:
     """The model that the flags describe, loaded; UserError for what cannot be."""
     from jspark.llm import LLM
@@ -241,7 +281,7 @@ def in_flags(message: str) -> str:
     """`message` with the flags' names in place of the parameters': what a user of the command line can change."""
     if "config.json" in message:
         return message  # names of a file's own keys
-    groups = (SpeculationFlags, EngineFlags, SamplingFlags)
+    groups = (SpeculationFlags, EngineFlags, SamplingFlags, StructureFlags)
     known = {f.name: "--" + f.name.replace("_", "-") for group in groups for f in fields(group)} | _FLAGS
     # A name with an underscore is no plain word; any other one is a parameter only where it begins the message.
     snake = "|".join(name for name in known if "_" in name)

@@ -71,6 +71,12 @@ class Matcher:
         elif taken != len(tokens):
             self.problem = f"token {tokens[taken]} is not of the grammar"
 
+    def why_stopped(self, tokens: Sequence[int]) -> str | None:
+        """The problem of an answer that ended with `tokens` for want of a legal one; None where it has none."""
+        self.advance(tokens)
+        masks([self], [[]], 1)
+        return self.problem
+
     def _checked(self, bits: UInt[np.ndarray, "w m"], drafts: list[int]) -> int:
         """Clears what the model cannot write, and everything of an answer with a problem; counts legal drafts."""
         if self._state.is_error():

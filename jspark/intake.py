@@ -37,6 +37,8 @@ def check_ids(request: Request, vocab: int) -> None:
         raise UserError(
             f"{len(request.stop_ids)} stop token ids were given; at most {MAX_STOP_IDS} are supported, drop some"
         )
+    if request.params.structured_outputs is not None and request.grammar is None:
+        raise UserError("structured_outputs were given without their grammar; compile it for this model's tokens")
     longer = [len(word) for word in words if len(word) > 1]
     if len(longer) > MAX_WORDS or max(longer, default=0) > MAX_WORD_TOKENS:
         raise UserError(

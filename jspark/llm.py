@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cached_property
 from numbers import Integral
 from os import PathLike, fspath
 from typing import Any, get_args
@@ -29,9 +30,11 @@ from jspark.chat_template import read_template
 from jspark.config import Algorithm, DType, EngineConfig, VerifyMode
 from jspark.engine import Engine
 from jspark.errors import UserError
+from jspark.grammar import Grammar, Grammars
 from jspark.loading import Draft, Target, find_drafter, load_drafter, load_target
 from jspark.record import Observer
 from jspark.request import Request, SamplingParams
+from jspark.structured import StructuredOutputs
 from jspark.text import TextStream
 
 Prompt = str | Sequence[int]
@@ -239,18 +242,31 @@ class LLM:
             )
         else:
             each = params
-        answers = []
-        with self._lock:
-            for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-                try:
+        asked = list(enumerate(zip(prompts, each, strict=True)))
+        answers, grammars, i = [], {}, 0
+        try:
+            # Before the lock is taken: a large grammar takes its time.
+            for i, (_, own) in asked:
+                grammars[i] = self._grammar(own)
+            with self._lock:
+                for i, (prompt, own) in asked:
                     ids = self._prompt_ids(prompt)
                     for index in range(own.n):
-                        answers.append(self._answer(i, index, prompt, ids, own.continuation(index)))
-                except UserError as e:
-                    raise UserError(f"prompt {i}: {e}" if len(prompts) > 1 else str(e)) from None
+                        continuation = own.continuation(index)
+                        answers.append(self._answer(i, index, prompt, ids, continuation, grammars[i]))
+        except UserError as e:
+            raise UserError(f"prompt {i}: {e}" if len(prompts) > 1 else str(e)) from None
         return answers
 
-    def _answer(self, i: int, index: int, prompt: Prompt, ids: tuple[int, ...], params: SamplingParams) -> Answer:
+    def _answer(
+        self,
+        i: int,
+        index: int,
+        prompt: Prompt,
+        ids: tuple[int, ...],
+        params: SamplingParams,
+        grammar: Grammar | None,
+    ) -> Answer:
         if params.stop:
             self.target.need_tokenizer("a stop string")
         eos = () if params.ignore_eos else self.target.eos_token_ids
@@ -267,6 +283,7 @@ class LLM:
             params=params,
             stop_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
             bad_words=self._bad_words(params),
+            grammar=grammar,
         )
         limit = self.engine.check(request)
         tokenizer, skip = self.target.tokenizer, params.skip_special_tokens
@@ -288,6 +305,17 @@ class LLM:
             index=index,
             echo=echo,
         )
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.structured_outputs is None:
+            return None
+        assert isinstance(params.structured_outputs, StructuredOutputs)
+        return self._grammars.compile(params.structured_outputs, params.ignore_eos)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        tokenizer = self.target.need_tokenizer("a structured output")
+        return Grammars(tokenizer, self.target.config.vocab_size, self.target.eos_token_ids)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Bad words as token ids: a text as it stands and after a space, since most tokenizers tell them apart."""

@@ -74,7 +74,7 @@ class Planner:
         """Takes a step's results (NumPy arrays), drafts or not; they count from two steps later on, so that a loop
         that waits for its results plans as one that does not."""
         held = [i for i, (r, admission) in enumerate(zip(rows, admissions, strict=True)) if r.holds(admission)]
-        drafted = [i for i in held if len(rows[i].tokens) > rows[i].start and self._drafts(rows[i])]
+        drafted = [i for i in held if rows[i].has_features and self._drafts(rows[i])]
         sampled = np.array([rows[i].request.params.temperature > 0 for i in drafted], bool)
         seen = (sampled, packet.window[drafted], packet.accepted[drafted]) if packet.confidence.shape[1] else None
         self._younger.append(_Result(step, rows, admissions, packet.confidence, seen))

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspark.adjust import Tables, write_row
 from jspark.checkpoint.cache import cache_dir, make_folder
+from jspark.mask import Mask
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
 from jspark.propose import Proposal
@@ -41,7 +42,7 @@ class ProposeShape:
 class VerifyShape:
     """Key of a verify program; drafts: there is a proposal; prefill: chunk rows and the shape of their tiles.
 
-    logprobs, prompt_logprobs: see verify_step.
+    logprobs, prompt_logprobs: see verify_step. masked: rows of the grammar mask, 0 without one.
     """
 
     rows: int
@@ -52,6 +53,7 @@ class VerifyShape:
     prefill: tuple[int, int, int] | None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    masked: int = 0
 
 
 def ladder(smallest: int, largest: int) -> tuple[int, ...]:
@@ -143,10 +145,11 @@ class Programs:
         args: StepArgs,
         proposal: Proposal | None,
         tables: Tables,
+        mask: Mask | None = None,
     ) -> tuple[Pools, Slots, Tables, Packet]:
         """Runs the target over the packed step and commits; pools, slots and tables are donated."""
 
-        def run(target, drafter, pools, slots, tables, args, proposal, sts):
+        def run(target, drafter, pools, slots, tables, args, proposal, sts, mask):
             return verify_step(
                 self.spec,
                 jax.tree.unflatten(self._target_tree, target),
@@ -157,6 +160,7 @@ class Programs:
                 proposal,
                 sts,
                 tables,
+                mask,
                 sampling=shape.sampling,
                 verify_tokens=shape.verify_tokens,
                 logprobs=shape.logprobs,
@@ -164,7 +168,7 @@ class Programs:
             )
 
         placement = (jax.tree.map(lambda x: x.sharding, pools), *(self._replicated,) * 3)
-        call = (self._target, self._drafter, pools, slots, tables, args, proposal, self._sts)
+        call = (self._target, self._drafter, pools, slots, tables, args, proposal, self._sts, mask)
         return self._call(shape, run, (2, 3, 4), placement, *call)
 
     def _call(self, key: Any, function: Callable, donated: tuple[int, ...], placement: Any, *args: Any) -> Any:

@@ -10,9 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jspark.errors import UserError
+from jspark.structured import StructuredOutputs, structured
+
+if TYPE_CHECKING:
+    from jspark.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "abort"]
 Sampler = Literal["auto", "coupled", "rejection"]
@@ -39,6 +43,8 @@ class SamplingParams:
     added, by token id. bad_words: texts, or lists of token ids, of which the last token cannot follow the ones
     before it, be these of the prompt or of the output; a text counts with and without a space before it.
     min_tokens: before so many tokens nothing that stops can come, and stop strings are not looked for.
+    structured_outputs: what the answer must look like; tokens that would break it are impossible. Where nothing
+    but the end may follow, the answer ends, whatever min_tokens and ignore_eos say.
 
     logprobs: with each token its log-probability under the target's plain softmax, and this many of the
     likeliest tokens; None: nothing. prompt_logprobs: the same of the prompt. echo: the text begins with the
@@ -68,6 +74,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     echo: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     speculative: bool = True
     speculative_sampling: Sampler = "auto"
 
@@ -133,6 +140,7 @@ class SamplingParams:
         if not all(words):
             refuse("bad_words", "non-empty texts or lists of token ids")
         object.__setattr__(self, "bad_words", words)
+        object.__setattr__(self, "structured_outputs", structured(self.structured_outputs))
 
     @property
     def filtered(self) -> bool:
@@ -171,7 +179,7 @@ def _real(value: Any) -> bool:
 @dataclass(frozen=True)
 class Request:
     """One prompt for the engine. stop_ids: every token that ends it, end-of-text ids included. bad_words: those
-    of `params` as token ids.
+    of `params` as token ids. grammar: that of `params`, compiled.
     """
 
     id: int
@@ -179,6 +187,7 @@ class Request:
     params: SamplingParams
     stop_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
 
     @property
     def steered(self) -> bool:
@@ -220,7 +229,7 @@ class Update:
     """New tokens of one request, and why it ended if it did.
 
     logprobs: of the tokens. prompt_logprobs: of all prompt tokens but the first, with the first update. Both are
-    () for requests that did not ask.
+    () for requests that did not ask. problem: why an answer broke off that its grammar does not end here.
     """
 
     id: int
@@ -229,3 +238,4 @@ class Update:
     stats: Stats
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    problem: str | None = None

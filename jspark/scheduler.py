@@ -11,6 +11,7 @@ import bisect
 import itertools
 import secrets
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from jspark.errors import UserError
 from jspark.kv import PageAllocator
 from jspark.prefix_cache import PrefixCache
 from jspark.request import AUTO_TOKENS, Request, Stats, TokenLogprob
+
+if TYPE_CHECKING:
+    from jspark.grammar import Matcher
 
 
 @dataclass(eq=False)
@@ -28,7 +32,8 @@ class Running:
     for every time it gets a slot, so that results from before a preemption are recognised. start: tokens it had
     then. fresh: no decode step was dispatched since, so there is nothing to draft from. prefilled: tokens whose
     keys and values are in its pages as far as dispatched; the last token is the anchor, so n tokens have n − 1
-    to prefill. in_flight: decode steps dispatched and not collected.
+    to prefill. in_flight: decode steps dispatched and not collected. matcher: where the answer stands in
+    its grammar, which has taken in all collected tokens.
     """
 
     request: Request
@@ -48,11 +53,17 @@ class Running:
     admitted: float = 0.0
     first_token: float = 0.0
     stats: Stats = field(default_factory=Stats)
+    matcher: Matcher | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def holds(self, admission: int) -> bool:
         """Whether the request still has the slot that it got with `admission`."""
         return self.slot >= 0 and self.admission == admission
+
+    @property
+    def has_features(self) -> bool:
+        """It has committed something since it got its slot, so its drafter has features of the anchor's context."""
+        return len(self.tokens) > self.start
 
     @property
     def left(self) -> int:

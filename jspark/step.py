@@ -6,7 +6,7 @@ Does not know: shapes that exist (programs.py), requests (engine.py), or how any
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -22,6 +22,7 @@ from jspark.batch import pack
 from jspark.config import DecoderConfig, DrafterConfig, VerifyMode
 from jspark.logprobs import logprobs as log_softmax_of
 from jspark.logprobs import prompt_logprobs as log_softmax_of_prompt
+from jspark.mask import Mask, cut, restrict
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
 from jspark.models.eagle3 import Eagle3
@@ -138,6 +139,7 @@ def verify_step(
     proposal: Proposal | None,
     temperatures: Float[Array, "2 g"] | None,
     tables: Tables,
+    mask: Mask | None = None,
     *,
     sampling: Sampling,
     verify_tokens: int,
@@ -148,9 +150,9 @@ def verify_step(
 
     `proposal` is None in a step that drafts nothing: every row then verifies its anchor alone.
     `temperatures`: sequential temperature scaling (STS), one a position, of greedy and of sampled rows; or None.
-    `tables`: what adjust.py reads in programs with penalties or steering. `logprobs`, `prompt_logprobs`: how many
-    of the likeliest tokens come back with each committed token, or prompt token of the step; None: no
-    log-probabilities.
+    `tables`: what adjust.py reads in programs with penalties or steering. `mask`: of the rows that have a grammar,
+    if any has. `logprobs`, `prompt_logprobs`: how many of the likeliest tokens come back with each committed
+    token, or prompt token of the step; None: no log-probabilities.
     """
     rows = slots.take(args.slot)
     active = rows.live & args.decode
@@ -160,6 +162,8 @@ def verify_step(
     block_size = proposal.tokens.shape[1]
     drafted = jnp.where(active & ~rows.fresh & rows.speculative, block_size, 0)
 
+    # An illegal draft is certain to be refused, and whether it is sent makes no difference to what is committed.
+    ceiling = drafted if mask is None else jnp.minimum(drafted, mask.legal)
     if block_size:
         if temperatures is not None:
             temperatures = temperatures[jnp.where(rows.sampling.greedy, 0, 1)]
@@ -168,8 +172,8 @@ def verify_step(
             survive,
             conditional,
             budget=args.budget,
-            min_window=jnp.minimum(args.min_window, drafted),
-            max_window=jnp.minimum(args.max_window, drafted),
+            min_window=jnp.minimum(args.min_window, ceiling),
+            max_window=jnp.minimum(args.max_window, ceiling),
             threshold=args.threshold,
         )
     else:
@@ -208,6 +212,9 @@ def verify_step(
             penalties=sampling.penalties,
             steering=sampling.steering,
         )
+    dead = None
+    if mask is not None:
+        adjusted, dead = restrict(adjusted, row, offset, mask)
     verdict = judge(
         adjusted,
         batch.index,
@@ -223,6 +230,9 @@ def verify_step(
         coupled=sampling.coupled,
         rejection=sampling.rejection,
     )
+    ended = None
+    if dead is not None:
+        verdict, ended = cut(verdict, dead, batch.index)
     done = commit(
         verdict.tokens,
         verdict.count,
@@ -230,6 +240,8 @@ def verify_step(
         stop_ids=rows.stop_ids,
         active=active,
     )
+    if ended is not None:
+        done = replace(done, finished=done.finished | (active & ended))
     draft_pool, carried = pools.drafter, slots.carried
     if drafter is not None:
         assert spec.drafter is not None

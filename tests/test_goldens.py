@@ -116,8 +116,8 @@ class Recorder:
         )
         return proposal
 
-    def verify(self, shape, pools, slots, args, proposal, tables):
-        pools, slots, tables, packet = self.programs.verify(shape, pools, slots, args, proposal, tables)
+    def verify(self, shape, pools, slots, args, proposal, tables, mask):
+        pools, slots, tables, packet = self.programs.verify(shape, pools, slots, args, proposal, tables, mask)
         if proposal is not None:
             self.steps[-1] |= {
                 "count": int(packet.count[0]),

@@ -121,11 +121,13 @@ def test_text_that_the_tokenizer_would_write_otherwise(goldens, tmp_path, gramma
         matcher.advance([ID[bytes([byte])]])
     lacking = {i: text for i, text in PIECES.items() if text != b"\x04"}
     poor = tokenizer_of(text_model(goldens / "qwen3_tiny", tmp_path / "poor", lacking, EOS))
-    matcher = Grammars(poor, 320, (EOS,)).compile(StructuredOutputs(choice=["a\x04b", "a\x04c"])).matcher()
+    grammar = Grammars(poor, 320, (EOS,)).compile(StructuredOutputs(choice=["a\x04b", "a\x04c"]))
+    matcher = grammar.matcher()
     assert legal_tokens(masks([matcher], [[0, 1]], 3)[0][0, 1]) == set()
     matcher.advance([0])
     assert mask(matcher) == set()
     assert "no token" in (matcher.problem or "")
+    assert "no token" in (grammar.matcher().why_stopped([0]) or "")
 
 
 def test_where_the_grammar_ends_only_the_end_is_legal(grammars):
