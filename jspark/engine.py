@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jspark import axes, kv
-from jspark.budget import BatchState, Full, Plan, Policy
+from jspark.budget import Plan, Policy
 from jspark.calibration import Temperatures
 from jspark.config import DecoderConfig, DrafterConfig, EngineConfig
 from jspark.cost import CostTable
@@ -28,6 +28,7 @@ from jspark.logprobs import Logprobs, told
 from jspark.mask import Mask, host_mask
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
+from jspark.planner import Planner
 from jspark.programs import Programs, ProposeShape, VerifyShape, at_least, ladder
 from jspark.propose import Proposal
 from jspark.record import Observer, StepRecord
@@ -86,11 +87,9 @@ class Engine:
             page_size=config.page_size,
         )
         self.config = config = sized(config, spec, self.mesh)
-        self._sts = None if sts is None else Temperatures.of(sts).table(self.block_size)
-        self.policy = policy or Full()
-        self.cost = cost
         self._observer = observer
-        self.programs = Programs(spec, model, drafter[0] if drafter else None, self.mesh, self._sts)
+        table = None if sts is None else Temperatures.of(sts).table(self.block_size)
+        self.programs = Programs(spec, model, drafter[0] if drafter else None, self.mesh, table)
         pages = -(-config.max_total_tokens // config.page_size) + 1
         dtype = jnp.dtype(config.dtype)
         size = config.page_size
@@ -110,7 +109,7 @@ class Engine:
             config.context_length,
             config.chunked_prefill_size,
             overhang=self.block_size,
-            lookahead=0 if config.prefix_cache else None,
+            lookahead=int(self._chain) if config.prefix_cache else None,
         )
         self._vocab_size = target_config.vocab_size
         most_pages, chunk = self.scheduler.table.shape[1], config.chunked_prefill_size
@@ -122,13 +121,16 @@ class Engine:
         )
         self._flights: deque[Flight] = deque()
         self._step = 0
-        # Confidence by slot as of two steps ago, NaN where there is none; results younger than that wait here.
-        self._confidence = np.full((slots + 1, self.block_size), np.nan, np.float32)
-        self._younger: deque[tuple[int, list[Running], list[int], np.ndarray]] = deque()
-        if self.block_size:
-            # A policy that cannot plan says so here, not in the middle of a batch.
-            unknown = np.full((1, self.block_size), np.nan)
-            self.policy.plan(BatchState(1, self.block_size, (self.block_size + 1,), unknown, unknown, cost))
+        self._planner = Planner(config, self.block_size, slots, policy, cost, sts, _drafts)
+
+    @property
+    def policy(self) -> Policy:
+        """What decides how much each step verifies; may be changed between steps."""
+        return self._planner.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._planner.policy = policy
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -207,7 +209,7 @@ class Engine:
             a.biased[i], a.worded[i] = bool(params.logit_bias or request.bad_words), bool(request.bad_words)
             if request.grammar and running.matcher is None:
                 running.matcher = request.grammar.matcher()
-            self._confidence[running.slot] = np.nan
+            self._planner.admit(running)
             self._tables.admit(request, running.tokens[len(request.prompt) :], running.slot)
         index, values = self.programs.place((index, values))
         self._slots = self.programs.admit(self._slots, index, values)
@@ -223,7 +225,10 @@ class Engine:
         sampling = _sampling(rows)
         # A fresh row has no features to draft from: its first token comes from its anchor alone.
         drafts = self.block_size > 0 and any(not r.fresh and _drafts(r) for r in work.decode)
-        plan, verify_tokens = self._plan(work, count) if drafts else (Plan(budget=0), count)
+        plan, verify_tokens = Plan(0, drafts=False), count
+        if drafts:
+            plan, verify_tokens = self._planner.plan(self._step, work.decode, count)
+            drafts = plan.drafts
         args, pages, prefill = self._arguments(work, count, plan, verify_tokens)
         tables = self._tables.take(penalties=sampling.penalties, steering=sampling.steering)
         proposal = None
@@ -271,49 +276,10 @@ class Engine:
         drafts: list[list[int]] = [[] for _ in matchers]
         if proposal is not None:
             tokens = np.asarray(proposal.tokens).tolist()
-            drafts = [own if r.has_features and _drafts(r) else [] for r, own in zip(work.decode, tokens, strict=False)]
+            may = [r.has_features and _drafts(r) for r in work.decode]
+            drafts = [own if drafts else [] for own, drafts in zip(tokens, may, strict=False)]
         width = 1 if proposal is None else proposal.tokens.shape[1] + 1
         return self.programs.place(host_mask(matchers, drafts, count, width, self._vocab_size)), updates
-
-    def _plan(self, work: Work, count: int) -> tuple[Plan, int]:
-        """The plan with its tier filled, and the packed verify rows: from confidence two steps old.
-
-        cap-accept plans as compact does, and packs every block whole.
-        """
-        while self._younger and self._younger[0][0] <= self._step - 1:
-            _, rows, admissions, confidence = self._younger.popleft()
-            for running, admission, values in zip(rows, admissions, confidence, strict=False):
-                if running.holds(admission):
-                    self._confidence[running.slot] = values
-        decode, width = len(work.decode), self.block_size + 1
-        tiers = (*(t for t in self.config.token_tiers if count <= t < count * width), count * width)
-        logits = self._confidence[[r.slot for r in work.decode]]
-        if self._sts is not None:
-            logits = logits / self._sts[[int(r.request.params.temperature > 0) for r in work.decode]]
-        with np.errstate(over="ignore"):
-            conditional = 1.0 / (1.0 + np.exp(-logits))
-        # Nothing of a row that does not draft survives.
-        drafting = np.array([_drafts(r) for r in work.decode], bool)
-        conditional[~drafting] = 0.0
-        plan = self.policy.plan(
-            BatchState(
-                rows=decode,
-                cost=self.cost,
-                block_size=self.block_size,
-                tiers=tiers,
-                conditional=conditional,
-                survival=np.cumprod(conditional, axis=1),
-                context_tokens=sum(r.position for r in work.decode),
-                requests=tuple(r.request.id for r in work.decode),
-                positions=tuple(r.position for r in work.decode),
-            )
-        )
-        least = int(np.sum(np.broadcast_to(np.minimum(plan.min_window, self.block_size), decode)[drafting]))
-        wanted = min(max(plan.budget, least, 0), int(drafting.sum()) * self.block_size)
-        tier = at_least(tiers, decode + wanted)
-        # The tier is filled: rows that padding would take cost nothing.
-        plan = replace(plan, budget=tier - decode)
-        return plan, tier if self.config.verify_mode == "compact" else count * width
 
     def _arguments(
         self, work: Work, count: int, plan: Plan, verify_tokens: int
@@ -392,8 +358,7 @@ class Engine:
         """Results of a step: tokens out, figures, finished requests' slots and pages back."""
         packet: Any = jax.tree.map(np.asarray, flight.packet)
         now = time.perf_counter()
-        if packet.confidence.shape[1]:
-            self._younger.append((flight.number, flight.rows, flight.admissions, packet.confidence))
+        self._planner.tell(flight.number, flight.rows, flight.admissions, packet)
         self._collect_prompts(flight.chunks, packet.prompt_logprobs)
         if self._observer is not None:
             self._observer(self._record(flight, packet, now))
@@ -442,7 +407,7 @@ class Engine:
             size = chunk.stop - chunk.start
             k = chunk.running.request.params.prompt_logprobs
             if k is not None and logprobs is not None:
-                tokens = chunk.running.tokens[chunk.start + 1 : chunk.stop + 1]
+                tokens = tuple(chunk.running.tokens[chunk.start + 1 : chunk.stop + 1])
                 chunk.running.prompt_logprobs += told(tokens, logprobs, slice(start, start + size), k)
             start += size
 

@@ -62,7 +62,7 @@ class Running:
 
     @property
     def has_features(self) -> bool:
-        """It has committed something since it got its slot, so its drafter has features of the anchor's context."""
+        """It has committed something since it got its slot, so there are features to draft from."""
         return len(self.tokens) > self.start
 
     @property
