@@ -6,7 +6,7 @@ Does not know: what the rows are for, nor any model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 from jspark.kv import BIN
-from jspark.pallas.ragged_attention import Tiles
+from jspark.pallas.ragged_attention import Segments, Tiles
 from jspark.state import Prefill
 
 
@@ -23,8 +23,10 @@ from jspark.state import Prefill
 class Batch:
     """One packed buffer: first the verify rows, then the prefill rows; padding writes to the bin page.
 
-    tokens, positions, page, offset: [t]. table: [r, p]. tiles: rectangles over the packed rows.
-    index: [r, w], the packed row of each request's window offset, T where there is none.
+    tokens, positions, page, offset: [t]. table: [r, p]. tiles: rectangles over the packed rows, for the
+    reference. verify, prefill: the same rows as segments, for kernels; each counts its packed rows from 0.
+    index: [r, w], the packed row of each request's window offset, T where there is none. verify_tokens: how many
+    of the packed rows, the first ones, are not prefill rows.
     """
 
     tokens: Int[Array, " t"]
@@ -33,7 +35,10 @@ class Batch:
     offset: Int[Array, " t"]
     table: Int[Array, "r p"]
     tiles: tuple[Tiles, ...]
+    verify: Segments
+    prefill: Segments | None
     index: Int[Array, "r w"]
+    verify_tokens: int = field(metadata={"static": True})
 
 
 def pack(
@@ -55,7 +60,8 @@ def pack(
     total = verify_tokens + (0 if prefill is None else prefill.tokens.shape[0])
     count = jnp.where(active, window + 1, 0)
     offsets = jnp.arange(width, dtype=jnp.int32)[None, :]
-    index = (jnp.cumsum(count) - count)[:, None] + offsets
+    ends = jnp.cumsum(count)
+    index = (ends - count)[:, None] + offsets
     index = jnp.where(offsets < count[:, None], index, total)
 
     def scatter(values: Int[Array, "r w"], fill: int) -> Int[Array, " v"]:
@@ -70,7 +76,7 @@ def pack(
         tokens = jnp.concatenate([tokens, prefill.tokens])
         positions = jnp.concatenate([positions, prefill.positions])
         row = jnp.concatenate([row, prefill.row])
-        tiles = (*tiles, prefill.tiles)
+        tiles = tiles if prefill.tiles is None else (*tiles, prefill.tiles)
     real = row < rows
     page = table[jnp.where(real, row, 0), positions // page_size]
     return Batch(
@@ -80,5 +86,13 @@ def pack(
         offset=jnp.where(real, positions % page_size, 0),
         table=table,
         tiles=tiles,
+        verify=Segments(
+            start=jnp.concatenate([jnp.zeros(1, jnp.int32), ends.astype(jnp.int32)]),
+            row=every,
+            length=position + count,
+            max_rows=width,
+        ),
+        prefill=None if prefill is None else prefill.segments,
         index=index,
+        verify_tokens=verify_tokens,
     )

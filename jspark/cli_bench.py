@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg, subcommand
 
-from jspark.config import DType
+from jspark.config import AttentionBackend, DType
 from jspark.errors import UserError
 
 
@@ -58,7 +58,8 @@ class Step:
     model_path: str = "smollm2-135m"
     """The target: a Hugging Face folder, a GGUF file, or the built-in model."""
     shape: Annotated[
-        Literal["qwen3-8b"] | None, arg(metavar="{qwen3-8b}", help_behavior_hint="(default: none)")
+        Literal["qwen3-8b", "smollm2-135m"] | None,
+        arg(metavar="{qwen3-8b,smollm2-135m}", help_behavior_hint="(default: none)"),
     ] = None
     """A target of this shape with random weights, instead of a model."""
     dtype: Annotated[
@@ -76,6 +77,8 @@ class Step:
     """Drafted tokens a step, γ."""
     steps: Annotated[int, arg(help_behavior_hint="(default: 6 on the CPU, 30 elsewhere)")] = 0
     """Steps in each timed batch."""
+    attention_backend: AttentionBackend = "auto"
+    """What computes attention."""
     output: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none, only the table)")] = None
     """The record, ending in .json; a picture is put beside it."""
 
@@ -97,6 +100,7 @@ class Step:
             context=self.context or (128 if cpu else 1024),
             block_size=self.block_size,
             steps=self.steps or (6 if cpu else 30),
+            attention_backend=self.attention_backend,
         )
         record = report.describe("step", report.command_line("jspark bench step", self), mesh)
         results = step.measure(settings, mesh)
@@ -108,12 +112,52 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """Every version of the attention kernels beside its floor, XLA and cuDNN; on a CPU tiny cases in XLA."""
+
+    dtype: Annotated[
+        DType | None,
+        arg(metavar="{float32,bfloat16}", help_behavior_hint="(default: float32 on the CPU, bfloat16 elsewhere)"),
+    ] = None
+    """Of queries and KV cache."""
+    soak: Annotated[float, arg(metavar="SECONDS", help_behavior_hint="(default: 0, none)")] = 0.0
+    """First check random shapes for so long."""
+    seed: int = 0
+    """Of the random shapes."""
+    output: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none, only the table)")] = None
+    """The record, ending in .json; a picture is put beside it."""
+
+    def run(self) -> int:
+        """Measures, shows and saves."""
+        from jspark.axes import single_device_mesh
+        from jspark.bench import kernels, report
+
+        output = None if self.output is None else Path(self.output)
+        if output is not None:
+            report.check_output(output)
+        mesh = single_device_mesh()
+        cpu = mesh.devices.flat[0].platform == "cpu"
+        record = report.describe("kernels", report.command_line("jspark bench kernels", self), mesh)
+        dtype = self.dtype or ("float32" if cpu else "bfloat16")
+        soak = kernels.soak(mesh, dtype, self.soak, self.seed) if self.soak else None
+        results = {**kernels.measure(mesh, dtype), "soak": soak}
+        record["results"] = results
+        if output is not None:
+            report.save(record, output, lambda axes: kernels.draw(results, axes))
+        kernels.show(results)
+        if cpu:
+            print("The kernels need an NVIDIA GPU: on a CPU this shows tiny cases of the XLA reference.")
+        return 0
+
+
+@dataclass(frozen=True)
 class Bench:
     """Measure speed; every figure comes with the floor that this machine sets."""
 
     what: (
         Annotated[Cpu, subcommand("cpu", prefix_name=False)]
         | Annotated[Step, subcommand("step", prefix_name=False)]
+        | Annotated[Kernels, subcommand("kernels", prefix_name=False)]
     )
 
     def run(self) -> int:

@@ -7,12 +7,13 @@ Does not know: file formats (checkpoint/ fills these in), arrays, or the command
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from jspark.errors import UserError
 
 Algorithm = Literal["NONE", "DFLASH", "DSPARK", "EAGLE3"]
 DType = Literal["float32", "bfloat16"]
+AttentionBackend = Literal["auto", "mosaic", "triton", "xla"]
 VerifyMode = Literal["static", "compact", "cap-accept"]
 
 
@@ -177,7 +178,8 @@ class EngineConfig:
     block_size: γ at run time (0: the checkpoint's). row_buckets, token_tiers: the ladders of R and T.
     single_shapes: one bucket each of rows, pages and prefill instead of ladders, so few programs to compile and
     padding in every step: for runs of many prompts. overlap: dispatch a step before the last one is collected
-    (None: on GPUs). prefix_cache: keep the pages of finished requests for later ones that begin alike.
+    (None: on GPUs). attention_backend: what computes attention; auto is the fastest kernel that serves the model
+    here, else XLA. prefix_cache: keep the pages of finished requests for later ones that begin alike.
     """
 
     max_running_requests: int = 0
@@ -193,6 +195,7 @@ class EngineConfig:
     single_shapes: bool = False
     overlap: bool | None = None
     prefix_cache: bool = True
+    attention_backend: AttentionBackend = "auto"
 
     def __post_init__(self) -> None:
         sizes = ("max_running_requests", "page_size", "max_total_tokens", "context_length")
@@ -208,6 +211,11 @@ class EngineConfig:
         for name in ("page_size", "chunked_prefill_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.attention_backend not in get_args(AttentionBackend):
+            raise UserError(
+                f"attention_backend is {self.attention_backend!r}; it must be "
+                f"{', '.join(get_args(AttentionBackend))}"
+            )
         for name in ("row_buckets", "token_tiers"):
             steps = getattr(self, name)
             whole = isinstance(steps, tuple | list) and all(type(x) is int and x > 0 for x in steps)

@@ -19,7 +19,8 @@ from jspark.batch import Batch
 from jspark.config import DrafterConfig
 from jspark.models.eagle3 import Eagle3
 from jspark.models.layers import Rotary, Vocabulary
-from jspark.pallas.ragged_attention import Tiles, block_attention, ragged_attention
+from jspark.pallas.ragged_attention import Tiles, ragged_attention
+from jspark.pallas.ragged_attention.reference import block_attention
 from jspark.propose import Adjust, Proposal
 from jspark.sampling import RowSampling, draft_token, log_probs
 from jspark.state import Prefill

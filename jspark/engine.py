@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -28,14 +28,15 @@ from jspark.logprobs import Logprobs, told
 from jspark.mask import Mask, host_mask
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
+from jspark.pallas.ragged_attention import Segments, Tiles
 from jspark.planner import Planner
 from jspark.programs import Programs, ProposeShape, VerifyShape, at_least, ladder
 from jspark.propose import Proposal
 from jspark.record import Observer, StepRecord
 from jspark.request import LOGPROB_STEPS, FinishReason, Request, Update
 from jspark.scheduler import Chunk, Running, Scheduler, Work
-from jspark.sizing import run_time_block_size, sized
-from jspark.state import Packet, Prefill, StepArgs, Tiles, empty_slots
+from jspark.sizing import attention, least_tokens, run_time_block_size, sized
+from jspark.state import Packet, Prefill, StepArgs, empty_slots
 from jspark.step import Pools, Sampling, Spec
 
 #: Rows of a prefill tile in the attention fallback, when several prompts share a chunk.
@@ -87,6 +88,8 @@ class Engine:
             page_size=config.page_size,
         )
         self.config = config = sized(config, spec, self.mesh)
+        spec = replace(spec, attention=attention(config, spec, self.mesh))
+        self._kernels = spec.attention.kernels
         self._observer = observer
         table = None if sts is None else Temperatures.of(sts).table(self.block_size)
         self.programs = Programs(spec, model, drafter[0] if drafter else None, self.mesh, table)
@@ -113,15 +116,18 @@ class Engine:
         )
         self._vocab_size = target_config.vocab_size
         most_pages, chunk = self.scheduler.table.shape[1], config.chunked_prefill_size
+        self.least_tokens = least_tokens(self.mesh)
         self._tile = min(TILE, chunk)
-        self._page_steps = ladder(most_pages if config.single_shapes else max(1, 256 // size), most_pages)
+        # The reference gathers whole tables; a kernel reads only what it needs of one.
+        widest = config.single_shapes or self._kernels
+        self._page_steps = ladder(most_pages if widest else max(1, 256 // size), most_pages)
         self._chunk_steps = ladder(chunk if config.single_shapes else self._tile, chunk)
         self._overlap = (
             config.overlap if config.overlap is not None else self.mesh.devices.flat[0].platform != "cpu"
         )
         self._flights: deque[Flight] = deque()
         self._step = 0
-        self._planner = Planner(config, self.block_size, slots, policy, cost, sts, _drafts)
+        self._planner = Planner(config, self.block_size, self.least_tokens, policy, cost, sts, _drafts)
 
     @property
     def policy(self) -> Policy:
@@ -225,7 +231,7 @@ class Engine:
         sampling = _sampling(rows)
         # A fresh row has no features to draft from: its first token comes from its anchor alone.
         drafts = self.block_size > 0 and any(not r.fresh and _drafts(r) for r in work.decode)
-        plan, verify_tokens = Plan(0, drafts=False), count
+        plan, verify_tokens = Plan(0, drafts=False), max(count, self.least_tokens)
         if drafts:
             plan, verify_tokens = self._planner.plan(self._step, work.decode, count)
             drafts = plan.drafts
@@ -323,36 +329,47 @@ class Engine:
         tile = self._tile
         needed = sum(-(-size // tile) for size in sizes)
         # Many short prompts need more tiles than their tokens alone would.
-        total = next(s for s in self._chunk_steps if s >= sum(sizes) and self._tiles(s) >= needed)
+        enough = (s for s in self._chunk_steps if self._kernels or self._tiles(s) >= needed)
+        total = next(s for s in enough if s >= sum(sizes))
+        row_of = {id(r): i for i, r in enumerate(work.rows)}
+        rows = [row_of[id(c.running)] for c in chunks]
+        ends = np.cumsum(sizes)
+        tokens = np.zeros(total, np.int32)
+        positions, following = np.zeros(total, np.int32), np.zeros(total, np.int32)
+        row = np.full(total, count, np.int32)
+        for chunk, r, end in zip(chunks, rows, ends, strict=True):
+            where = slice(end - (chunk.stop - chunk.start), end)
+            tokens[where] = chunk.running.tokens[chunk.start : chunk.stop]
+            positions[where] = np.arange(chunk.start, chunk.stop)
+            following[where] = chunk.running.tokens[chunk.start + 1 : chunk.stop + 1]
+            row[where] = r
+        fields: dict[str, Any] = {"tokens": tokens, "positions": positions, "row": row}
+        if self._chain or any(c.running.request.params.prompt_logprobs is not None for c in chunks):
+            fields["following"] = following
+        if self._kernels:
+            pads = (0, count - len(chunks))
+            arrays: dict[str, Any] = {
+                "start": np.pad(np.concatenate([[0], ends]), pads, mode="edge").astype(np.int32),
+                "row": np.pad(rows, pads).astype(np.int32),
+                "length": np.pad([c.stop for c in chunks], pads).astype(np.int32),
+            }
+            segments = Segments(**arrays, max_rows=total)
+            return Prefill(**fields, tiles=None, segments=segments), (total, 0, 0)
         tiles = self._tiles(total)
         if len(chunks) == 1 and total > tile:
             # One prompt: its pages are gathered once, not once a tile.
             tiles, tile = 1, total
-        row_of = {id(r): i for i, r in enumerate(work.rows)}
-        tokens = np.zeros(total, np.int32)
-        positions, following = np.zeros(total, np.int32), np.zeros(total, np.int32)
-        row = np.full(total, count, np.int32)
         index = np.full((tiles, tile), verify_tokens + total, np.int32)
         tile_row = np.zeros(tiles, np.int32)
-        start = used = 0
-        for chunk in chunks:
-            size = chunk.stop - chunk.start
-            where = slice(start, start + size)
-            tokens[where] = chunk.running.tokens[chunk.start : chunk.stop]
-            positions[where] = np.arange(chunk.start, chunk.stop)
-            following[where] = chunk.running.tokens[chunk.start + 1 : chunk.stop + 1]
-            row[where] = row_of[id(chunk.running)]
+        used = 0
+        for size, r, end in zip(sizes, rows, ends, strict=True):
             for first in range(0, size, tile):
                 here = min(tile, size - first)
-                index[used, :here] = verify_tokens + start + first + np.arange(here)
-                tile_row[used] = row_of[id(chunk.running)]
+                index[used, :here] = verify_tokens + end - size + first + np.arange(here)
+                tile_row[used] = r
                 used += 1
-            start += size
         rectangles: dict[str, Any] = {"index": index, "row": tile_row}
-        fields: dict[str, Any] = {"tokens": tokens, "positions": positions, "row": row}
-        if self._chain or any(c.running.request.params.prompt_logprobs is not None for c in chunks):
-            fields["following"] = following
-        return Prefill(**fields, tiles=Tiles(**rectangles)), (total, tiles, tile)
+        return Prefill(**fields, tiles=Tiles(**rectangles), segments=None), (total, tiles, tile)
 
     def _collect(self, flight: Flight) -> list[Update]:
         """Results of a step: tokens out, figures, finished requests' slots and pages back."""

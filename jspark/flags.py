@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import arg
 
 from jspark.calibration import read_temperatures
-from jspark.config import Algorithm, DType, EngineConfig, VerifyMode
+from jspark.config import Algorithm, AttentionBackend, DType, EngineConfig, VerifyMode
 from jspark.errors import UserError
 from jspark.request import Sampler, SamplingParams
 from jspark.structured import StructuredOutputs
@@ -107,6 +107,8 @@ class EngineFlags:
     """Longest prompt and answer together, in tokens."""
     chunked_prefill_size: int = EngineConfig.chunked_prefill_size
     """Prompt tokens that a step takes in beside the answers in progress."""
+    attention_backend: AttentionBackend = "auto"
+    """What computes attention; auto is the fastest kernel that serves the model on this device, else XLA."""
 
 
 @dataclass(frozen=True)

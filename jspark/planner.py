@@ -39,14 +39,14 @@ class _Result:
 class Planner:
     """Makes the plan of each step.
 
-    drafts: whether a request may draft at all.
+    least_tokens: packed rows below which a program gets no cheaper. drafts: whether a request may draft at all.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         block_size: int,
-        slots: int,
+        least_tokens: int,
         policy: Policy | None,
         cost: CostTable | None,
         sts: Temperatures | Sequence[float] | None,
@@ -57,9 +57,9 @@ class Planner:
         self.block_size = block_size
         self._config, self._cost, self._drafts = config, cost, drafts
         self._sts = None if sts is None else Temperatures.of(sts).table(block_size)
-        self._undrafted = 0
+        self._least, self._undrafted = least_tokens, 0
         # Confidence by slot as of two steps ago, NaN where there is none; results younger than that wait here.
-        self._confidence = np.full((slots + 1, block_size), np.nan, np.float32)
+        self._confidence = np.full((config.max_running_requests + 1, block_size), np.nan, np.float32)
         self._younger: deque[_Result] = deque()
         if block_size:
             # A policy that cannot plan says so here, not in the middle of a batch.
@@ -93,7 +93,8 @@ class Planner:
                 if running.holds(admission):
                     self._confidence[running.slot] = values
         mode, width = self._config.verify_mode, self.block_size + 1
-        tiers = (*(t for t in self._config.token_tiers if count <= t < count * width), count * width)
+        fewest, most = max(count, self._least), max(count * width, self._least)
+        tiers = (*(t for t in self._config.token_tiers if fewest <= t < most), most)
         drafting = np.array([self._drafts(r) for r in decode], bool)
         conditional = self._conditional(decode)
         # Nothing of a row that does not draft survives.
@@ -114,7 +115,7 @@ class Planner:
         if not plan.drafts and mode != "static":
             self._undrafted += 1
             if self._undrafted < PROBE_EVERY:
-                return plan, count
+                return plan, fewest
             # Without drafts nothing is learnt; a whole block says whether drafting would pay by now.
             plan = Full().plan(BatchState(len(decode), self.block_size, tiers, conditional, conditional))
         self._undrafted = 0
@@ -123,7 +124,7 @@ class Planner:
         tier = at_least(tiers, len(decode) + wanted)
         # The tier is filled: rows that padding would take cost nothing.
         plan = replace(plan, budget=tier - len(decode))
-        return plan, tier if mode == "compact" else count * width
+        return plan, tier if mode == "compact" else most
 
     def _conditional(self, decode: list[Running]) -> np.ndarray:
         """[rows, γ]: calibrated confidence; without one, the acceptance of late; NaN before there is any."""

@@ -97,6 +97,7 @@ class Programs:
     ):
         self.spec = spec
         self.report = CompileReport()
+        self.mesh = mesh
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._sts = None if sts is None else jax.device_put(jnp.asarray(sts, jnp.float32), self._replicated)
         # Flat tuples: a call then flattens nothing in Python.

@@ -19,7 +19,7 @@ from jspark.batch import Batch
 from jspark.config import DrafterConfig
 from jspark.models.drafter import Drafter
 from jspark.models.layers import Rotary, Vocabulary
-from jspark.pallas.ragged_attention import block_attention
+from jspark.pallas.ragged_attention import Backend, HeadShape, block_attend, make_block_plan
 from jspark.sampling import RowSampling, draft_token, log_probs
 
 #: Logits of the next row of a block and the tokens of the block before it → the logits as the target changes them.
@@ -48,6 +48,7 @@ def block_hidden(
     position: Int[Array, " r"],
     table: Int[Array, "r p"],
     block_size: int,
+    attention: Backend = "xla",
 ) -> Float[Array, "r g h"]:
     """The final-norm hidden rows that predict positions position+1 … position+γ.
 
@@ -60,12 +61,18 @@ def block_hidden(
     positions = position[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]
     b = config.backbone
     rotary = Rotary(b.rope, b.head_dim, b.max_position, positions)
-    for i in range(b.num_layers):
+    heads = HeadShape(b.num_heads, b.num_kv_heads, b.head_dim, pool.k[0].shape[2], x.dtype.name)
+    windows = [b.window(i) for i in range(b.num_layers)]
+    kinds = [(window, window is not None and config.causal_windows) for window in windows]
+    plans = {
+        (window, causal): make_block_plan(attention, position, rows, heads, window=window, causal=causal)
+        for window, causal in set(kinds)
+    }
+    for i, (window, causal) in enumerate(kinds):
         layer = drafter.layers.layer(i)
         q, k, v = layer.qkv(x, rotary)
-        window = b.window(i)
-        causal = window is not None and config.causal_windows
-        attended = block_attention(q, k, v, pool.k[i], pool.v[i], table, position, window=window, causal=causal)
+        plan = plans[window, causal]
+        attended = block_attend(q, k, v, pool.k[i], pool.v[i], table, position, plan, window=window, causal=causal)
         x = layer.finish(x, attended)
     return drafter.norm(x[:, rows - block_size :])
 
@@ -84,6 +91,7 @@ def propose(
     sampled: bool,
     filtered: bool,
     keep_q: bool,
+    attention: Backend = "xla",
     adjust: Adjust | None = None,
 ) -> Proposal:
     """Drafts `block_size` tokens a row (DSpark, equations 4 to 7; without heads, DFlash).
@@ -91,7 +99,7 @@ def propose(
     Greedy rows draft by argmax, coupled rows with the target's own noise, the rest from q. adjust: the logits as
     the target will have them changed, given the tokens of the block so far; None leaves them alone.
     """
-    hidden = block_hidden(drafter, vocabulary, config, pool, anchor, position, table, block_size)
+    hidden = block_hidden(drafter, vocabulary, config, pool, anchor, position, table, block_size, attention)
     base = vocabulary.head.attend(hidden)
     if drafter.vocab_mask is not None:
         base = base + drafter.vocab_mask[...].astype(base.dtype)[None, None, :]

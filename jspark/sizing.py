@@ -1,6 +1,7 @@
 """What an engine's sizes become on a device: block size, slots, pool, ladders.
 
-Knows: the defaults and which sizes contradict each other. Does not know: how any of it is used.
+Knows: the defaults, which sizes contradict each other, and which attention serves them. Does not know: how any of
+it is used.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from jax.sharding import Mesh
 from jspark import kv
 from jspark.config import DecoderConfig, DrafterConfig, EngineConfig, check_drafter_fits
 from jspark.errors import UserError, warn
+from jspark.pallas.ragged_attention import REFERENCE, Attention, HeadShape, choose_all
 from jspark.programs import ladder
 from jspark.step import Spec
 
@@ -42,6 +44,45 @@ def run_time_block_size(config: EngineConfig, drafter: DrafterConfig | None, tar
     return size
 
 
+def least_tokens(mesh: Mesh) -> int:
+    """Packed rows below which a step gets no faster: XLA's products on GPUs are slower at 1 row than at 8."""
+    return 1 if mesh.devices.flat[0].platform == "cpu" else 8
+
+
+def attention(config: EngineConfig, spec: Spec, mesh: Mesh) -> Attention:
+    """What computes attention on this mesh: kernels on one GPU, the XLA reference elsewhere.
+
+    Raises:
+        UserError: a backend was asked for that cannot serve this model here.
+    """
+
+    def heads(model: DecoderConfig) -> HeadShape:
+        return HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, config.page_size, config.dtype)
+
+    if spec.drafter is not None and spec.drafter.eagle3 is not None:
+        # Its chain attends in XLA, which wants rectangles and small page tables.
+        if config.attention_backend not in ("auto", "xla"):
+            raise UserError(
+                f"the attention backend {config.attention_backend} does not serve EAGLE-3 drafters; "
+                "choose auto or xla"
+            )
+        return REFERENCE
+    several = mesh.devices.size > 1
+    if several and config.attention_backend not in ("auto", "xla"):
+        raise UserError(
+            f"the attention backend {config.attention_backend} runs on one device and the mesh has "
+            f"{mesh.devices.size}; choose auto or xla"
+        )
+    return choose_all(
+        "xla" if several else config.attention_backend,
+        mesh.devices.flat[0].platform,
+        heads(spec.target),
+        None if spec.drafter is None else heads(spec.drafter.backbone),
+        width=spec.block_size + 1,
+        chunk=config.chunked_prefill_size,
+    )
+
+
 def sized(config: EngineConfig, spec: Spec, mesh: Mesh) -> EngineConfig:
     """`config` with everything chosen that was left to us: slots, context, pool, ladders.
 
@@ -69,7 +110,9 @@ def sized(config: EngineConfig, spec: Spec, mesh: Mesh) -> EngineConfig:
         room = (memory["bytes_limit"] - memory["bytes_in_use"]) // 2
     tokens = config.max_total_tokens or min(slots * (context + spec.block_size), room // per_token)
     width = spec.block_size + 1
-    rows = config.row_buckets or ladder(slots if config.single_shapes else 1, slots)
+    # On a GPU a step of one row takes as long as one of eight: fewer programs serve all.
+    fewest = slots if config.single_shapes else min(least_tokens(mesh), slots)
+    rows = config.row_buckets or ladder(fewest, slots)
     if rows[-1] < slots:
         raise UserError(f"the largest row bucket {rows[-1]} is below max_running_requests {slots}; raise it")
     tiers = config.token_tiers or tuple(sorted({r * m for r in rows for m in (1, 2, 4, width)}))

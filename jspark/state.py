@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 
 from jspark.adjust import RowAdjust, neutral
 from jspark.logprobs import Logprobs
-from jspark.pallas.ragged_attention import Tiles
+from jspark.pallas.ragged_attention import Segments, Tiles
 from jspark.sampling import RowSampling
 
 
@@ -76,14 +76,16 @@ def admit(slots: Slots, index: Int[Array, " a"], values: Slots) -> Slots:
 class Prefill:
     """The prefill-chunk rows of a step. tokens, positions, row: [c]; a row index of R or more is padding.
 
-    tiles: the same rows as rectangles, indices counted in the whole packed buffer. following: the prompt's next
-    token, where somebody asks for it.
+    tiles: the same rows as rectangles, indices counted in the whole packed buffer; None where kernels attend.
+    segments: the same rows, counted from the first prefill row; None where the reference attends. following: the
+    prompt's next token, where somebody asks for it.
     """
 
     tokens: Int[Array, " c"]
     positions: Int[Array, " c"]
     row: Int[Array, " c"]
-    tiles: Tiles
+    tiles: Tiles | None
+    segments: Segments | None
     following: Int[Array, " c"] | None = None
 
 

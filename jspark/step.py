@@ -27,6 +27,7 @@ from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
 from jspark.models.eagle3 import Eagle3
 from jspark.models.layers import Vocabulary
+from jspark.pallas.ragged_attention import REFERENCE, Attention
 from jspark.propose import Proposal, inject, propose
 from jspark.state import Packet, Slots, StepArgs
 from jspark.verify import head, run_layers
@@ -56,6 +57,7 @@ class Spec:
     block_size: int
     verify_mode: VerifyMode
     page_size: int
+    attention: Attention = REFERENCE
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -110,7 +112,7 @@ def propose_step(
     draft, start = (
         (partial(eagle.propose, drafter), rows.carried)
         if isinstance(drafter, Eagle3)
-        else (partial(propose, drafter), rows.anchor)
+        else (partial(propose, drafter, attention=spec.attention.draft), rows.anchor)
     )
     assert start is not None
     return draft(
@@ -193,7 +195,12 @@ def verify_step(
         page_size=spec.page_size,
     )
     hidden, features, target_pool = run_layers(
-        target, spec.target, pools.target, batch, feature_layers=spec.feature_layers
+        target,
+        spec.target,
+        pools.target,
+        batch,
+        feature_layers=spec.feature_layers,
+        attention=spec.attention,
     )
     logits = head(target, hidden[:verify_tokens])
     row, offset = owners(batch.index, verify_tokens)

@@ -7,6 +7,8 @@ Does not know: which rows are drafts or prompts, and what is accepted (accept.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
@@ -16,7 +18,16 @@ from jspark.batch import Batch
 from jspark.config import DecoderConfig
 from jspark.models.decoder import Decoder
 from jspark.models.layers import Rotary
-from jspark.pallas.ragged_attention import ragged_attention
+from jspark.pallas.ragged_attention import (
+    REFERENCE,
+    Attention,
+    Backend,
+    HeadShape,
+    Segments,
+    attend,
+    make_plan,
+    ragged_attention,
+)
 
 
 def forward(
@@ -45,6 +56,7 @@ def run_layers(
     batch: Batch,
     *,
     feature_layers: tuple[int, ...] = (),
+    attention: Attention = REFERENCE,
 ) -> tuple[Float[Array, "t h"], Float[Array, "t f"] | None, kv.Pool]:
     """Runs every packed row through the target and writes its keys and values.
 
@@ -54,15 +66,47 @@ def run_layers(
     rotary = Rotary(config.rope, config.head_dim, config.max_position, batch.positions)
     x = decoder.embed(batch.tokens)
     outputs = {-1: x}
+    attend_layer = _attention(attention, config, pool, batch, x.dtype.name)
     keys, values = list(pool.k), list(pool.v)
     for i in range(config.num_layers):
         layer = decoder.layers.layer(i)
         q, k, v = layer.qkv(x, rotary)
         keys[i] = kv.write(keys[i], batch.page, batch.offset, k)
         values[i] = kv.write(values[i], batch.page, batch.offset, v)
-        attended = ragged_attention(
-            q, keys[i], values[i], batch.table, batch.positions, batch.tiles, window=config.window(i)
-        )
+        attended = attend_layer(q, keys[i], values[i], config.window(i))
         x = outputs[i] = layer.finish(x, attended)
     features = jnp.concatenate([outputs[i] for i in feature_layers], axis=-1) if feature_layers else None
     return x, features, kv.Pool(tuple(keys), tuple(values))
+
+
+def _attention(
+    attention: Attention, config: DecoderConfig, pool: kv.Pool, batch: Batch, dtype: str
+) -> Callable[[Array, Array, Array, int | None], Array]:
+    """(queries, keys, values, window) → what the packed rows of `batch` attend to; plans are made once, here."""
+    if not attention.kernels:
+        return lambda q, k, v, window: ragged_attention(
+            q, k, v, batch.table, batch.positions, batch.tiles, window=window
+        )
+    heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, pool.k[0].shape[2], dtype)
+    first, total = batch.verify_tokens, batch.tokens.shape[0]
+    parts: list[tuple[Backend, Segments, slice, int]]
+    parts = [(attention.verify, batch.verify, slice(0, first), first)]
+    if batch.prefill is not None:
+        parts.append((attention.prefill, batch.prefill, slice(first, total), total - first))
+    windows = {config.window(i) for i in range(config.num_layers)}
+    plans = {
+        window: [
+            make_plan(backend, segments, heads, tokens=tokens, causal=True, window=window)
+            for backend, segments, _, tokens in parts
+        ]
+        for window in windows
+    }
+
+    def attend_layer(q: Array, k: Array, v: Array, window: int | None) -> Array:
+        out = [
+            attend(q[rows], k, v, batch.table, segments, plan, causal=True, window=window)
+            for (_, segments, rows, _), plan in zip(parts, plans[window], strict=True)
+        ]
+        return out[0] if len(out) == 1 else jnp.concatenate(out)
+
+    return attend_layer

@@ -39,6 +39,20 @@ def refusal(capsys, command: str) -> str:
     return message
 
 
+def test_bench_kernels_on_a_cpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(ceilings._BUFFER, "cpu", 2**23)
+    output = tmp_path / "kernels.json"
+    words = f"bench kernels --soak 0.1 --output {output}"
+    assert main(words.split()) == 0
+    assert "need an NVIDIA GPU" in capsys.readouterr().out
+    results = record(output)["results"]
+    assert {op["version"] for op in results["ops"]} == {"xla"}
+    for op in results["ops"]:
+        assert op["error"] < 1e-6
+        assert op["us"] >= min(op["us_of_batches"]) > 0
+    assert results["soak"]["runs"] >= 1
+
+
 def test_bench_cpu(tmp_path, capsys):
     output = tmp_path / "new" / "cpu.json"
     words = f"bench cpu --model-path {TINY} --new-tokens 6 --context 9 --repeats 2 --output {output}"

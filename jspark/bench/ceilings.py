@@ -76,6 +76,15 @@ def read_bandwidth(mesh: Mesh) -> float:
         return x.nbytes / min(_seconds(lambda x: jnp.sum(x, axis=1), x), _seconds(jnp.matmul, x, v))
 
 
+def copy_bandwidth(mesh: Mesh) -> float:
+    """Bytes a second, read and written together, of the fastest of several copies of a large random buffer."""
+    device = mesh.devices.flat[0]
+    size = _BUFFER.get(device.platform, _BUFFER_ELSEWHERE)
+    with jax.default_device(device):
+        x = jnp.tile(jax.random.normal(jax.random.key(0), (size // 4 // 8192 // 32, 8192), jnp.float32), (32, 1))
+        return 2 * x.nbytes / _seconds(lambda x: -x, x)
+
+
 def matmul_rate(mesh: Mesh, dtype: str) -> float:
     """FLOP/s of a large square product of random matrices in `dtype`; float32 is not computed as tf32."""
     device = mesh.devices.flat[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,14 @@ from jspark import weights
 from jspark.bench import ceilings, report
 from jspark.bench.ceilings import Ceilings, Work
 from jspark.bench.warm_engine import Launches, WarmEngine
-from jspark.config import DecoderConfig, DrafterConfig, DType, EngineConfig, RopeConfig
+from jspark.config import AttentionBackend, DecoderConfig, DrafterConfig, DType, EngineConfig, RopeConfig
 from jspark.errors import UserError
 from jspark.loading import load_target
 from jspark.models.decoder import Decoder
 from jspark.models.drafter import Drafter
 from jspark.programs import use_compilation_cache
 from jspark.request import Request, SamplingParams
+from jspark.sizing import least_tokens
 from jspark.state import Slots
 
 if TYPE_CHECKING:
@@ -48,7 +49,20 @@ SHAPES = {
         rope=RopeConfig(theta=1_000_000.0),
         qk_norm=True,
         model_type="qwen3",
-    )
+    ),
+    "smollm2-135m": DecoderConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        max_position=8192,
+        rope=RopeConfig(theta=100_000.0),
+        tie_embeddings=True,
+    ),
 }
 #: Timed batches of launches; the median of them is reported.
 _BATCHES = 5
@@ -72,6 +86,7 @@ class Settings:
     context: int
     block_size: int
     steps: int
+    attention_backend: AttentionBackend
 
 
 @dataclass(frozen=True)
@@ -100,6 +115,7 @@ def measure(settings: Settings, mesh: Mesh) -> report.Record:
     return {
         "model": models.name,
         "dtype": settings.dtype,
+        "attention_backend": settings.attention_backend,
         "context": settings.context,
         "block_size": settings.block_size,
         "steps": settings.steps,
@@ -156,6 +172,7 @@ def _measure_engine(
         max_total_tokens=rows * page_size * -(-(settings.context + width - 1) // page_size),
         dtype=settings.dtype,
         row_buckets=(rows,),
+        attention_backend=settings.attention_backend,
     )
     engine = WarmEngine(config, models.target, drafter, mesh=mesh)
     engine.fill()
@@ -167,6 +184,7 @@ def _measure_engine(
     step = [p for p in measured if p["program"] in ("propose", "verify plain", "verify full")]
     record = {
         "rows": rows,
+        "attention": asdict(engine.programs.spec.attention),
         "algorithm": "DSPARK" if drafter else "NONE",
         "step_ms": statistics.median(whole) * 1e3,
         "steps_counted": len(whole),
@@ -236,7 +254,7 @@ def _programs(
         args = launches.args(rows * (size + 1))
         add("propose", rows * size, work, lambda slots: launches.propose(slots, args))
     for name, multiple in _tiers(size if drafter else 0).items():
-        tokens = rows * multiple
+        tokens = max(rows * multiple, least_tokens(launches.programs.mesh))
         work = ceilings.target_pass(model, config, rows=rows, tokens=tokens, context=context)
         if drafter:
             work += ceilings.inject_pass(drafter[0], tokens=tokens)

@@ -18,6 +18,7 @@ from jspark.engine import Engine
 from jspark.programs import Programs, ProposeShape, VerifyShape, at_least
 from jspark.propose import Proposal
 from jspark.request import Request
+from jspark.sizing import least_tokens
 from jspark.state import Packet, Slots, StepArgs
 from jspark.step import Pools, Sampling
 
@@ -114,6 +115,7 @@ class Launches:
 
     def verify(self, tokens: int, slots: Slots, args: StepArgs, proposal: Proposal | None) -> Packet:
         """Launches the verify program of the tier `tokens`."""
+        tokens = max(tokens, least_tokens(self.programs.mesh))
         shape = VerifyShape(self.rows, self.pages, Sampling(), tokens, proposal is not None, None)
         self._pools, _, _, packet = self.programs.verify(shape, self._pools, slots, args, proposal, Tables())
         return packet

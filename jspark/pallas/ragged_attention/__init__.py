@@ -1,17 +1,33 @@
 """Attention of packed, ragged query rows, and of draft blocks, over paged keys and values."""
 
-from jspark.pallas.ragged_attention.dispatch import Backend, Plan, attend, make_plan
-from jspark.pallas.ragged_attention.reference import Tiles, block_attention, ragged_attention
+from jspark.pallas.ragged_attention.dispatch import (
+    REFERENCE,
+    Attention,
+    Backend,
+    Plan,
+    attend,
+    block_attend,
+    choose_all,
+    make_block_plan,
+    make_plan,
+    versions,
+)
+from jspark.pallas.ragged_attention.reference import Tiles, ragged_attention
 from jspark.pallas.ragged_attention.segments import HeadShape, Segments
 
 __all__ = [
+    "REFERENCE",
+    "Attention",
     "Backend",
     "HeadShape",
     "Plan",
     "Segments",
     "Tiles",
     "attend",
-    "block_attention",
+    "block_attend",
+    "choose_all",
+    "make_block_plan",
     "make_plan",
     "ragged_attention",
+    "versions",
 ]

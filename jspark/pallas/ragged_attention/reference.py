@@ -156,7 +156,7 @@ def attend(
     last = positions if causal else jnp.broadcast_to(segments.length[:, None] - 1, positions.shape)
     seen = key[None, None, :] <= last[:, :, None]
     if window is not None:
-        seen &= key[None, None, :] > positions[:, :, None] - window
+        seen &= jnp.abs(key[None, None, :] - positions[:, :, None]) < window
     seen = jnp.tile(seen, (1, scores.shape[2] // seen.shape[1], 1))[:, None]
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(values.dtype)
     rows = _ungrouped(jnp.einsum("mkqc,mkcd->mkqd", weights, values), segments.max_rows)

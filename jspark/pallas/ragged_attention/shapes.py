@@ -99,6 +99,30 @@ EDGES = (
 )
 
 
+def random_case(rng: np.random.Generator) -> Case:
+    """Any shape that kernels must serve: odd lengths, one huge request among tiny ones, windows, pads."""
+    head_dim, group, kv_heads = int(rng.choice([64, 128])), int(rng.integers(1, 9)), int(rng.integers(1, 9))
+    kind = rng.choice(["verify", "chunks", "block"], p=[0.6, 0.2, 0.2])
+    most = {"verify": 16, "chunks": 600, "block": 16}[kind]
+    requests = int(rng.choice([1, 2, 7, 33, 128])) if kind != "chunks" else int(rng.integers(1, 5))
+    longest = int(rng.choice([1, 65, 700, 8000]))
+    rows = int(rng.integers(1, most + 1))
+    return Case(
+        name=f"random {kind}",
+        requests=requests,
+        context=(1, max(longest, rows)) if requests < 33 else (1, min(max(longest, rows), 1500)),
+        rows=rows if kind == "block" else (1, rows),
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=int(rng.choice([16, 32, 64, 128])),
+        causal=kind != "block",
+        window=int(rng.integers(1, 1000)) if rng.random() < 0.25 else None,
+        pad_rows=int(rng.integers(0, 20)),
+        pad_segments=int(rng.integers(0, 5)),
+    )
+
+
 def make(case: Case, dtype, *, seed: int = 0, pool_pages: int = 0, poison: bool = True) -> Arrays:
     """Random normal arrays of a case on the default device.
 
