@@ -136,7 +136,7 @@ INTERPRETED_TOO = {
         Config(shared=True, block=128, least=1),
     ),
     "window of a draft block": (
-        Case("", 3, (16, 300), 16, heads=2, kv_heads=2, causal=False, window=100),
+        Case("", 3, (16, 300), 16, heads=2, kv_heads=2, head_dim=64, causal=False, window=9),
         Config(),
     ),
 }

@@ -1,6 +1,6 @@
 """Ragged attention in Mosaic GPU, for Hopper GPUs.
 
-Knows: which kernel a class of shapes runs best with (tuned/mosaic_h200.json), launches, and the interpreter's
+Knows: which kernel a class of shapes runs best with (tuned/h200.json), launches, and the interpreter's
 stand-in for merging. Does not know: when it is the right version (dispatch.py), how work is cut (plan.py), or the
 kernel (mosaic_kernel.py).
 """
@@ -61,8 +61,8 @@ def config_for(heads: HeadShape, max_rows: int, mean_rows: float) -> Config:
 
 @cache
 def _tuned() -> dict[str, dict[str, Any]]:
-    path = Path(__file__).parent / "tuned" / "mosaic_h200.json"
-    return json.loads(path.read_text(encoding="utf-8"))
+    path = Path(__file__).parent / "tuned" / "h200.json"
+    return json.loads(path.read_text(encoding="utf-8"))["mosaic"]
 
 
 @cache

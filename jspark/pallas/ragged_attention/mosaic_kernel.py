@@ -114,6 +114,8 @@ def build(
                     visible = (at - row < first) if causal else (at < first)
                     if window is not None:
                         visible = visible & (at - row >= own - window)
+                        if not causal:
+                            visible = visible & (at - row < own - 1 + window)
                     s = jnp.where(visible, s, MASKED)
                 new = jnp.maximum(top, s.max(axis=1))
                 alpha = jnp.exp2(top - new)
@@ -155,7 +157,8 @@ def build(
                 plgpu.layout_cast(jnp.full((ROWS,), MASKED, f32), plgpu.Layout.WGMMA.reduce(1)),
                 plgpu.layout_cast(jnp.zeros((ROWS,), f32), plgpu.Layout.WGMMA.reduce(1)),
             )
-            clear = jnp.clip(lax.div(first, i32(block)) - low, b, end)
+            all_see = first if causal or window is None else jnp.minimum(first, own - 1 + window)
+            clear = jnp.clip(lax.div(all_see, i32(block)) - low, b, end)
             begin = b
             if window is not None:
                 whole = lax.div(jnp.maximum(last_own - window, 0) + block - 1, i32(block)) - low
