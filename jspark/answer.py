@@ -80,6 +80,7 @@ class Answer:
         echo: str,
     ):
         self.request, self.limit, self.prompt, self.index = request, limit, prompt, index
+        self.echo = echo
         self.finish_reason: FinishReason | None = None
         self._text = text
         self._block_size = block_size
@@ -91,6 +92,11 @@ class Answer:
         self._told_ids = self._told_pieces = 0
         self._stop_reason: str | int | None = None
         self._stats = Stats()
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None]:
+        """Of the prompt's tokens, as far as they were asked for and have come."""
+        return [None, *self._prompt_logprobs]
 
     def take(self, update: Update) -> None:
         """Adds a step's tokens, as far as they are part of the answer."""
@@ -145,5 +151,5 @@ class Answer:
             prefill_seconds=stats.prefill_seconds,
             decode_seconds=stats.decode_seconds,
             logprobs=None if params.logprobs is None else self._logprobs,
-            prompt_logprobs=None if params.prompt_logprobs is None else [None, *self._prompt_logprobs],
+            prompt_logprobs=None if params.prompt_logprobs is None else self.prompt_logprobs,
         )

@@ -20,17 +20,23 @@ import jspark
 from jspark.cli_bench import Bench
 from jspark.cli_calibrate import Calibrate
 from jspark.cli_convert import Convert
+from jspark.cli_data import Data
 from jspark.cli_eval import Eval
 from jspark.cli_generate import Generate
 from jspark.cli_info import Info
+from jspark.cli_serve import Serve
+from jspark.cli_train import Train
 from jspark.demo import Demo
 from jspark.errors import JsparkWarning, UserError
 from jspark.flags import in_flags
 
 Command = (
     Annotated[Generate, subcommand("generate")]
+    | Annotated[Serve, subcommand("serve")]
     | Annotated[Info, subcommand("info")]
     | Annotated[Convert, subcommand("convert")]
+    | Annotated[Data, subcommand("data")]
+    | Annotated[Train, subcommand("train")]
     | Annotated[Calibrate, subcommand("calibrate")]
     | Annotated[Eval, subcommand("eval")]
     | Annotated[Demo, subcommand("demo")]

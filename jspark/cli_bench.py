@@ -151,6 +151,66 @@ class Kernels:
 
 
 @dataclass(frozen=True)
+class Training:
+    """Time of a training step and its parts on random weights, beside the device's matrix rate."""
+
+    shape: Annotated[tuple[str, ...], arg(metavar="{smollm2-135m,qwen3-4b,tiny}")] = ()
+    """Targets to train for; all but tiny where none is named."""
+    algorithm: Literal["DSPARK", "DFLASH", "EAGLE3"] = "DSPARK"
+    """What is trained."""
+    dtype: Annotated[
+        DType | None,
+        arg(metavar="{float32,bfloat16}", help_behavior_hint="(default: float32 on the CPU, bfloat16 elsewhere)"),
+    ] = None
+    """Of the computation."""
+    batch_size: Annotated[int, arg(help_behavior_hint="(default: 32, 8 beyond a billion parameters)")] = 0
+    """Sequences a step."""
+    sequence_length: Annotated[int, arg(help_behavior_hint="(default: 1024, 2048 beyond a billion)")] = 0
+    """Tokens of a sequence."""
+    anchors: Annotated[int, arg(help_behavior_hint="(default: 256)")] = 256
+    """Blocks a sequence."""
+    chunk: int = 1024
+    """Blocks whose logits are in memory at a time."""
+    repeats: int = 10
+    """Timed steps."""
+    output: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none, only the table)")] = None
+    """The record, ending in .json; a picture is put beside it."""
+
+    def run(self) -> int:
+        """Measures, shows and saves."""
+        from jspark.axes import single_device_mesh
+        from jspark.bench import report, train
+        from jspark.train.config import DrafterShape, TrainConfig
+
+        unknown = [s for s in self.shape if s not in train.SHAPES]
+        if unknown:
+            raise UserError(f"--shape {unknown[0]!r} is unknown; there are {', '.join(train.SHAPES)}")
+        output = None if self.output is None else Path(self.output)
+        if output is not None:
+            report.check_output(output)
+        mesh = single_device_mesh()
+        cpu = mesh.devices.flat[0].platform == "cpu"
+        record = report.describe("train", report.command_line("jspark bench train", self), mesh)
+        results = []
+        for name in self.shape or ("smollm2-135m", "qwen3-4b"):
+            large = name == "qwen3-4b"
+            config = TrainConfig(
+                drafter=DrafterShape(algorithm=self.algorithm, markov_rank=256 if large else 32),
+                batch_size=self.batch_size or (8 if large else 32),
+                sequence_length=self.sequence_length or (2048 if large else 1024),
+                anchors=self.anchors,
+                chunk=self.chunk,
+            )
+            dtype = self.dtype or ("float32" if cpu else "bfloat16")
+            results.append(train.measure(train.Settings(name, config, dtype, self.repeats), mesh))
+        record["results"] = results
+        if output is not None:
+            report.save(record, output, lambda axes: train.draw(results, axes))
+        train.show(results)
+        return 0
+
+
+@dataclass(frozen=True)
 class Bench:
     """Measure speed; every figure comes with the floor that this machine sets."""
 
@@ -158,6 +218,7 @@ class Bench:
         Annotated[Cpu, subcommand("cpu", prefix_name=False)]
         | Annotated[Step, subcommand("step", prefix_name=False)]
         | Annotated[Kernels, subcommand("kernels", prefix_name=False)]
+        | Annotated[Training, subcommand("train", prefix_name=False)]
     )
 
     def run(self) -> int:

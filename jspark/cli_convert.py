@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from jspark.config import DType
 from jspark.flags import AnchorPredicts, yes_or_no
 
 
@@ -24,9 +23,10 @@ class Convert:
     target: Annotated[Positional[str], arg(metavar="FOLDER")]
     """The folder to make."""
     dtype: Annotated[
-        DType | None, arg(metavar="{float32,bfloat16}", help_behavior_hint="(default: as stored)")
+        Literal["float32", "bfloat16", "int8"] | None,
+        arg(metavar="{float32,bfloat16,int8}", help_behavior_hint="(default: as stored)"),
     ] = None
-    """Of the weights."""
+    """Of the weights; int8 has a scale for every output row, and only jspark reads it."""
     overwrite: bool = False
     """Replaces a drafter that is in the folder already."""
     draft_anchor_predicts: AnchorPredicts = None

@@ -36,6 +36,10 @@ QUESTIONS = (
 )
 
 
+#: The drafter that comes with the package, in records.
+_SHIPPED = "shipped"
+
+
 @dataclass(frozen=True)
 class Demo:
     """Answer three questions with speculative decoding and again without, and compare."""
@@ -49,7 +53,9 @@ class Demo:
     """Of weights and KV cache."""
     model_path: str = "smollm2-135m"
     """The target; it needs a chat template."""
-    speculative_draft_model_path: Annotated[str, arg(metavar="PATH")] = "untrained"
+    speculative_draft_model_path: Annotated[
+        str | None, arg(metavar="PATH", help_behavior_hint="(default: the model's own, else untrained)")
+    ] = None
     """The drafter's folder, or `untrained` for one of random weights."""
     svg: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
     """Also writes what was shown as a picture."""
@@ -103,7 +109,7 @@ class Demo:
             record["results"] = {
                 "model": target.name,
                 "dtype": target.dtype,
-                "drafter": self.speculative_draft_model_path,
+                "drafter": self._drafter,
                 "answers_equal": equal,
                 "load_seconds": loading,
                 "programs": sum(r.programs for r in reports),
@@ -113,6 +119,15 @@ class Demo:
             }
             report.save(record, Path(self.output), lambda axes: draw(record, axes))
         return 0 if equal or target.dtype != "float32" else 1
+
+    @property
+    def _drafter(self) -> str:
+        """The drafter's folder, or what stands for one."""
+        if self.speculative_draft_model_path is not None:
+            return self.speculative_draft_model_path
+        from jspark.checkpoint.shipped import shipped_drafter
+
+        return _SHIPPED if shipped_drafter(self.model_path, "DSPARK") else "untrained"
 
     def _load(self) -> tuple[dict[str, LLM], list[list[int]]]:
         """The arms by name, on the same weights, and the questions as token ids."""
@@ -130,7 +145,8 @@ class Demo:
         # Rounded up, so that a few tokens more or less find the same programs in the cache.
         context = min(-(-needed // 128) * 128, target.config.max_position)
         sizes: dict[str, Any] = {"max_running_requests": 1, "context_length": context}
-        speculative = LLM(target, self.speculative_draft_model_path, **sizes)
+        own = self._drafter == _SHIPPED
+        speculative = LLM(target, None if own else self._drafter, "DSPARK" if own else None, **sizes)
         return {speculative.algorithm: speculative, "plain": LLM(target, **sizes)}, chats
 
     def _verdict(self, outputs: dict[str, list[Output]], equal: bool, dtype: str) -> Text:
@@ -142,10 +158,10 @@ class Demo:
         else:
             same = f"Rounding in {dtype} decided a close call; with --dtype float32 the answers are equal."
         pace = f" Here it is {speculative / plain:.2f} times as fast as plain decoding." if plain else ""
-        if self.speculative_draft_model_path == "untrained":
+        if self._drafter == "untrained":
             pace += (
-                " This drafter is untrained: its guesses are nearly all wrong and only cost time. Until a trained "
-                "one is used, losslessness is all there is to see."
+                " This drafter is untrained: its guesses are nearly all wrong and only cost time. With "
+                "such a drafter losslessness is all there is to see."
             )
         return Text(same + pace)
 

@@ -21,6 +21,7 @@ from jspark.structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from jspark.llm import LLM
+    from jspark.record import Observer
 
 #: Left to the engine.
 Chosen = Annotated[int, arg(help_behavior_hint="(default: chosen for the device)")]
@@ -235,8 +236,10 @@ def _read(path: str, what: str) -> str:
         raise UserError(f"the {what} {path:.200} cannot be read ({why}); pass a text file in UTF-8") from None
 
 
-def open_llm(model: ModelFlags, speculation: SpeculationFlags, engine: EngineFlags) -> LLM:
-    """The model that the flags describe, loaded; UserError for what cannot be."""
+def open_llm(
+    model: ModelFlags, speculation: SpeculationFlags, engine: EngineFlags, observer: Observer | None = None
+) -> LLM:
+    """The model that the flags describe, loaded; UserError for what cannot be. observer: see `LLM`."""
     from jspark.llm import LLM
 
     sts = speculation.speculative_dspark_confidence_sts_path
@@ -260,6 +263,7 @@ def open_llm(model: ModelFlags, speculation: SpeculationFlags, engine: EngineFla
         sts=None if sts is None else read_temperatures(sts),
         verify_mode=speculation.verify_mode,
         block_size=size or steps,
+        observer=observer,
         **asdict(engine),
     )
 

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from jspark import probe, programs
 from jspark.answer import Answer, Delta, Output
 from jspark.budget import Full, Policy, Threshold, parse_policy
-from jspark.calibration import Temperatures
+from jspark.calibration import Temperatures, read_temperatures
 from jspark.chat_template import read_template
 from jspark.config import Algorithm, DType, EngineConfig, VerifyMode
 from jspark.engine import Engine
@@ -103,8 +103,13 @@ class LLM:
             if not isinstance(path, str | PathLike | Target | None) or (what, path) == ("model", None):
                 raise UserError(f"{what} is {path!r}; it must be the path of a checkpoint")
         spec = None if draft is None else fspath(draft)
-        found = find_drafter(spec, speculative_algorithm, draft_anchor_predicts, draft_revision, offline)
+        name = model.name if isinstance(model, Target) else fspath(model)
+        found = find_drafter(
+            spec, speculative_algorithm, draft_anchor_predicts, draft_revision, offline, target=name
+        )
         self._refuse_unused(found, engine.get("block_size"), mode, sts)
+        if sts is None and found and found.calibration and not engine.get("block_size"):
+            sts = read_temperatures(found.calibration)
         self._sts, self._observer = sts, observer
         template = None if chat_template is None else read_template(chat_template)
         programs.use_compilation_cache()
@@ -192,7 +197,7 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Generator[tuple[int, Output], None, None]:
         """(index of the prompt, an answer to it), each as soon as it is complete; otherwise as `generate`."""
-        return self._completed(self._answers(_several(prompts), params))
+        return self._completed(self.prepare(_several(prompts), params))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
         """The answer to one prompt, piece by piece; closing the iterator ends the request.
@@ -200,7 +205,7 @@ class LLM:
         The pieces' texts join to `generate`'s text, for each `index` of several continuations. Raises UserError at
         once, as `generate` does.
         """
-        return self._deltas(self._answers([prompt], params))
+        return self._deltas(self.prepare([prompt], params))
 
     def chat(
         self,
@@ -229,9 +234,13 @@ class LLM:
 
     # ── prompts → requests ────────────────────────────────────────────────────────────────────────────────────
 
-    def _answers(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    def prepare(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Answer]:
+        """The answers to be, for whoever drives `engine`: they are added to it there, and take its updates.
+
+        The `n` continuations of a prompt stand one after the other. Raises UserError as `generate` does.
+        """
         if params is None or isinstance(params, SamplingParams):
             each: Iterable[SamplingParams] = itertools.repeat(params or SamplingParams(), len(prompts))
         elif not (isinstance(params, Sequence) and all(isinstance(p, SamplingParams) for p in params)):

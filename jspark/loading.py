@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -16,6 +17,8 @@ from jax.sharding import Mesh
 
 from jspark import axes, weights
 from jspark.checkpoint import DrafterCheckpoint, open_drafter, open_target
+from jspark.checkpoint.builtin import BUILTIN
+from jspark.checkpoint.shipped import shipped_drafter
 from jspark.config import Algorithm, DecoderConfig, DrafterConfig, DType, check_drafter_fits, with_layer_ids
 from jspark.errors import UserError
 from jspark.models.any_drafter import AnyDrafter
@@ -64,12 +67,15 @@ class Target:
         return replace(self, tokenizer=tokenizer.with_chat_template(source, origin))
 
     def chat_ids(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
     ) -> list[int]:
         """Token ids of a conversation ({"role": …, "content": …}) with the beginning of an answer.
 
-        tools: JSON schemas of what the model may call. Raises UserError where there is no chat template, or where
-        it refuses the messages or ignores the tools.
+        tools: JSON schemas of what the model may call. variables: further names for the template. Raises
+        UserError where there is no chat template, or where it refuses the messages or ignores the tools.
         """
         tokenizer = self.need_tokenizer("a chat")
         good = not isinstance(messages, str | Mapping) and all(
@@ -77,15 +83,20 @@ class Target:
         )
         if not (good and messages):
             raise UserError('a chat is a list of at least one {"role": …, "content": …}; pass such a list')
-        return tokenizer.encode(_unicode(tokenizer.apply_chat_template(messages, tools)), add_special_tokens=False)
+        prompt = tokenizer.apply_chat_template(messages, tools, **variables)
+        return tokenizer.encode(_unicode(prompt), add_special_tokens=False)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A drafter that was found and not yet loaded; without a checkpoint it will be one of random weights."""
+    """A drafter that was found and not yet loaded; without a checkpoint it will be one of random weights.
+
+    calibration: of its confidence, where it comes with the drafter.
+    """
 
     algorithm: Algorithm
     checkpoint: DrafterCheckpoint | None
+    calibration: Path | None = None
 
 
 def find_drafter(
@@ -94,10 +105,14 @@ def find_drafter(
     anchor_predicts: bool | None = None,
     revision: str | None = None,
     offline: bool = False,
+    *,
+    target: str = "",
 ) -> Draft | None:
     """The drafter in a folder or on the Hub, from headers alone, or the untrained one; None without one.
 
-    algorithm: what the user asked for, None for whatever the drafter is. The rest is `open_drafter`'s. Raises
+    algorithm: what the user asked for, None for whatever the drafter is. target: its name; a built-in one may have
+    a drafter of this package, which stands in where an algorithm is asked for and no drafter is named. The rest is
+    `open_drafter`'s. Raises
     UserError when they contradict each other.
     """
     if revision is not None and spec in (None, UNTRAINED):
@@ -109,6 +124,9 @@ def find_drafter(
         )
     if algorithm is not None and algorithm not in get_args(Algorithm):
         raise UserError(f"the algorithm is {algorithm!r}; it must be {', '.join(get_args(Algorithm))}")
+    shipped = shipped_drafter(target, algorithm) if spec is None and algorithm and target in BUILTIN else None
+    if shipped is not None and algorithm is not None:
+        return Draft(algorithm, open_drafter(str(shipped.folder)), shipped.calibration)
     if spec is None:
         if algorithm in ("DFLASH", "DSPARK", "EAGLE3"):
             raise UserError(f"{algorithm} needs a drafter; name one, or choose the algorithm NONE")

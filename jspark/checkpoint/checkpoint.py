@@ -23,6 +23,7 @@ from jspark.checkpoint.drafters import (
     with_tensors,
 )
 from jspark.checkpoint.gguf_file import GGUFFile
+from jspark.checkpoint.int8 import dequantised
 from jspark.checkpoint.safetensors_files import SafetensorsFolder
 from jspark.checkpoint.settings import MAX_LAYERS, Settings
 from jspark.checkpoint.source import (
@@ -204,8 +205,9 @@ def open_drafter(
         if set(hf_config.architectures(config)) & set(hf_config.TARGETS) and not looks_like_drafter(config):
             raise UserError(f"{path} is a target, not a drafter; pass it as the model instead")
         raise unknown_dialect(config)
+    stored, config = dequantised(SafetensorsFolder(path), config)
     drafter = read_drafter(config, dialect, anchor_predicts)
-    source, draft_vocab_size = full_vocabulary(SafetensorsFolder(path), config, drafter.backbone.vocab_size)
+    source, draft_vocab_size = full_vocabulary(stored, config, drafter.backbone.vocab_size)
     tensors = _tensors(source, dialect.rules, str(path))
     tensors = replace(tensors, unknown=tuple(n for n in tensors.unknown if not dialect.ignored.fullmatch(n)))
     drafter = with_tensors(drafter, tensors.found.keys(), draft_vocab_size)

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
@@ -20,12 +20,15 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jspark import weights
+from jspark.checkpoint import int8
 from jspark.checkpoint.checkpoint import DrafterCheckpoint
 from jspark.checkpoint.source import LINEARS, NORMS
 from jspark.config import DecoderConfig, DrafterConfig, DType, Eagle3Config, RopeConfig
 from jspark.errors import UserError
 from jspark.models.any_drafter import AnyDrafter
 
+#: Element types that files can have.
+StoredType = Literal["float32", "bfloat16", "int8"]
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 #: Parameter → tensor, and whether it is a kernel [in, out] that files hold as [out, in].
 _NAMES = {
@@ -55,14 +58,15 @@ def export_drafter(
     drafter: DrafterCheckpoint | tuple[AnyDrafter, DrafterConfig],
     folder: Path,
     *,
-    dtype: DType | None = None,
+    dtype: StoredType | None = None,
     overwrite: bool = False,
 ) -> DrafterConfig:
     """Writes a drafter to `folder` and returns the configuration that opening it will give.
 
     The dialect is DeepSpec's, and z-lab's for a DFlash drafter that does not predict from its anchor, which
     DeepSpec's form cannot say. A drafter on devices is written without what it shares with its target. dtype:
-    as it is when None. overwrite: may replace a drafter in `folder`. The folder appears whole or not at all.
+    as it is when None; int8 is read by this project only. overwrite: may replace a drafter in `folder`. The folder
+    appears whole or not at all.
 
     Raises:
         UserError: neither dialect can express the drafter, or the folder is in use or cannot be written.
@@ -80,8 +84,10 @@ def export_drafter(
         if isinstance(drafter, DrafterCheckpoint)
         else ((name, np.asarray(value)) for name, value in weights.parameters(drafter[0]))
     )
-    tensors = _tensors(arrays, dtype)
+    tensors = _tensors(arrays, None if dtype == "int8" else dtype)
     values = _config(config, target_layers, str(tensors[_NAMES["fc.kernel"][0]].dtype))
+    if dtype == "int8":
+        tensors, values = int8.quantised(tensors), values | int8.marker()
     _write(folder, values, tensors)
     return config
 

@@ -42,10 +42,10 @@ class MarkovHead(nnx.Module):
         """W1[x_{k−1}]."""
         return self.w1.get_value().at[previous].get(mode="clip")
 
-    def __call__(
+    def mix(
         self, state: Float[Array, "r k"], hidden: Float[Array, "r h"], previous: Int[Array, " r"]
-    ) -> tuple[Float[Array, "r k"], Float[Array, "r v"]]:
-        """The next state and the float32 bias on the logits of this row."""
+    ) -> tuple[Float[Array, "r k"], Float[Array, "r k"]]:
+        """The next state, and the vector whose product with W2 is the bias of this row."""
         e = self.embed(previous)
         if self.gate is not None:
             e = e * jax.nn.sigmoid(self.gate(jnp.concatenate([hidden, e], axis=-1)))
@@ -55,7 +55,18 @@ class MarkovHead(nnx.Module):
             keep = jax.nn.sigmoid(keep)
             state = keep * state + (1 - keep) * jnp.tanh(candidate)
             e = jnp.tanh(output)
-        return state, jnp.einsum("rk,kv->rv", e, self.w2[...], preferred_element_type=jnp.float32)
+        return state, e
+
+    def bias(self, e: Float[Array, "*r k"]) -> Float[Array, "*r v"]:
+        """The float32 bias on the logits that belongs to `mix`'s vector."""
+        return jnp.einsum("...k,kv->...v", e, self.w2[...], preferred_element_type=jnp.float32)
+
+    def __call__(
+        self, state: Float[Array, "r k"], hidden: Float[Array, "r h"], previous: Int[Array, " r"]
+    ) -> tuple[Float[Array, "r k"], Float[Array, "r v"]]:
+        """The next state and the float32 bias on the logits of this row."""
+        state, e = self.mix(state, hidden, previous)
+        return state, self.bias(e)
 
 
 class ConfidenceHead(nnx.Module):

@@ -1,0 +1,195 @@
+"""Sockets, signals and the life of the process: listen, load, serve, drain, end.
+
+Knows: uvicorn, exit codes, what is said at the start. Does not know: routes (api.py) or the engine (loop.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import uvicorn
+from rich.console import Console
+
+from jspark.errors import UserError
+from jspark.record import Observer
+from serve.api import Api
+from serve.gate import AccessLog, Gate
+from serve.loop import DeviceLoop
+from serve.metrics import Metrics
+from serve.settings import ServerFlags
+
+if TYPE_CHECKING:
+    from jspark.llm import LLM
+
+#: Seconds that a server whose engine has failed still answers, so that probes see it.
+FAILED_SECONDS = 3.0
+_KEEP_ALIVE = 60
+
+
+class Server:
+    """A server on a socket of its own. load: makes the model, on the engine's thread. say: takes start-up lines.
+
+    Raises:
+        UserError: the address cannot be listened on, or the access log cannot be written.
+    """
+
+    def __init__(
+        self, load: Callable[[Observer], LLM], flags: ServerFlags, say: Callable[[str], None] = lambda line: None
+    ):
+        self.flags, self._say = flags, say
+        self.socket = _listen(flags.host, flags.port)
+        self.port: int = self.socket.getsockname()[1]
+        self._log = AccessLog(flags.access_log)
+        self.engine = DeviceLoop(load, self._metrics, flags.max_queued_requests, self._changed)
+        self.api = Api(self.engine, flags)
+        gate = Gate(self.api.app, flags.keys, self._log, self._answered)
+        config = uvicorn.Config(
+            gate,
+            loop="asyncio",
+            lifespan="off",
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE,
+            timeout_graceful_shutdown=5,
+            ws="none",
+        )
+        self._uvicorn = _Uvicorn(config)
+        self._ending: asyncio.Task | None = None
+
+    def run(self) -> int:
+        """Serves until a signal, or until the engine fails; the exit code.
+
+        Raises:
+            UserError: the model cannot be loaded.
+        """
+        asyncio.run(self._main(signals=True))
+        problem = self.engine.problem
+        if isinstance(problem, UserError):
+            raise problem
+        return 0 if problem is None else 1
+
+    async def _main(self, signals: bool) -> None:
+        loop = asyncio.get_running_loop()
+        if signals:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.stop)
+        host = f"[{self.flags.host}]" if ":" in self.flags.host else self.flags.host
+        self._address = f"http://{host}:{self.port}"
+        self._say(f"listening on {self._address}; loading the model")
+        self._started = time.perf_counter()
+        self.engine.start()
+        try:
+            await self._uvicorn.serve(sockets=[self.socket])
+        finally:
+            if self._ending:
+                self._ending.cancel()
+            self.engine.close()
+            self.socket.close()
+            await asyncio.to_thread(self.engine.join, 10)
+            self.api.close()
+            self._log.close()
+
+    def stop(self) -> None:
+        """Takes no more requests, lets those in progress end, and ends. A second call does not wait."""
+        if self._ending is not None:
+            self.engine.fail_all("the server is shutting down; try again later")
+            self._uvicorn.should_exit = self._uvicorn.force_exit = True
+            return
+        self._say("shutting down: requests in progress may end")
+        self.engine.drain()
+        self._ending = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        deadline = time.perf_counter() + self.flags.drain_seconds
+        while self.engine.live and time.perf_counter() < deadline:
+            await asyncio.sleep(0.05)
+        if self.engine.live:
+            self.engine.fail_all("the server is shutting down and could not wait; try again later")
+        self._uvicorn.should_exit = True
+
+    async def _fail(self) -> None:
+        await asyncio.sleep(0 if isinstance(self.engine.problem, UserError) else FAILED_SECONDS)
+        self._uvicorn.should_exit = True
+
+    def _changed(self) -> None:
+        engine = self.engine
+        if engine.state == "warming" and engine.loaded is not None:
+            for line in describe(engine.loaded):
+                self._say(line)
+            self._say("compiling the first programs")
+        elif engine.state == "ready":
+            report = engine.llm.engine.programs.report
+            seconds = time.perf_counter() - self._started
+            self._say(
+                f"ready after {seconds:.1f} s: {report.programs} programs made ready in {report.seconds:.1f} s, "
+                f"others at their first use; the API is at {self._address}/v1"
+            )
+        elif engine.state == "dead" and self._ending is None:
+            if not isinstance(engine.problem, UserError):
+                self._say("the engine has failed; shutting down")
+            self._ending = asyncio.ensure_future(self._fail())
+
+    def _metrics(self, llm: LLM, engine: DeviceLoop) -> Metrics:
+        def load() -> tuple[int, int, float]:
+            now = engine.load
+            return now.running, now.waiting, 1 - now.free / now.pages if now.pages else 0.0
+
+        return Metrics(self.flags.metrics_prefix, llm.served_model_name, engine.speculation, load)
+
+    def _answered(self, path: str, status: int) -> None:
+        if self.engine.metrics is not None:
+            self.engine.metrics.answered(path, status)
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without signal handlers of its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+
+def describe(llm: LLM) -> list[str]:
+    """What is served, in a few lines."""
+    engine, config = llm.engine, llm.engine.config
+    drafter = "no drafter" if llm.algorithm == "NONE" else f"{llm.algorithm}, γ {engine.block_size}"
+    gib = engine.kv_bytes / 2**30
+    return [
+        f"model {llm.served_model_name} ({llm.target.config.model_type}, {config.dtype}) · {drafter} · "
+        f"verify {config.verify_mode}",
+        f"KV cache {gib:.2f} GiB: {config.max_total_tokens} tokens in pages of {config.page_size} · context "
+        f"{config.context_length} · {config.max_running_requests} slots",
+        f"row buckets {_steps(config.row_buckets)} · token tiers {_steps(config.token_tiers)} · cost table "
+        f"{'none' if engine.cost is None else 'measured'}",
+    ]
+
+
+def serve(load: Callable[[Observer], LLM], flags: ServerFlags) -> int:
+    """Runs a server in this process, its start-up lines on stderr; the exit code."""
+    console = Console(stderr=True, highlight=False)
+    return Server(load, flags, lambda line: console.print(line, soft_wrap=True, markup=False)).run()
+
+
+def _steps(steps: tuple[int, ...]) -> str:
+    return ", ".join(map(str, steps)) if len(steps) <= 12 else f"{steps[0]} … {steps[-1]} ({len(steps)})"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family[0], socket.SOCK_STREAM)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(family[4])
+        found.listen(2048)
+        found.setblocking(False)
+        return found
+    except (OSError, UnicodeError) as e:
+        why = e.strerror if isinstance(e, OSError) else e
+        raise UserError(f"{host}:{port} cannot be listened on ({why}); choose another --host or --port") from None
