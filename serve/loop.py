@@ -83,7 +83,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Load:
-    """The engine after a step. pages: of the KV pool, free: of these."""
+    """The engine after a step. pages: of the KV pool; free: of these, or kept only for prompts to come."""
 
     running: int = 0
     waiting: int = 0
@@ -332,7 +332,7 @@ class DeviceLoop:
             load = Load(
                 running=len(scheduler.running),
                 waiting=len(scheduler.waiting),
-                free=scheduler.allocator.free,
+                free=scheduler.allocator.capacity - scheduler.allocator.in_use,
                 pages=scheduler.allocator.capacity,
                 steps=steps,
             )
