@@ -183,10 +183,8 @@ def test_overlap_gives_the_same_tokens_and_windows(rng):
     requests = random_requests(rng, 10, "greedy")
     table = CostTable({1: 1e-6}, {t: 1e-3 * (1 + t / 4) for t in range(1, 80)})
     # One row at a time: with more, overlap admits a step later and so changes the batch that shares a budget.
-    runs = [
-        run(small_engine(policy=GlobalArgmax(table, min_gain=0), slots=1, token_tiers=(1, 2, 4, 6), overlap=on), requests)
-        for on in (False, True)
-    ]
+    engine = {"policy": GlobalArgmax(table, min_gain=0), "slots": 1, "token_tiers": (1, 2, 4, 6)}
+    runs = [run(small_engine(overlap=on, **engine), requests) for on in (False, True)]
     assert tokens_of(runs[0]) == tokens_of(runs[1])
     assert [r.stats.windows for r in runs[0]] == [r.stats.windows for r in runs[1]]
     assert len(set().union(*(r.stats.windows for r in runs[0]))) > 2, "windows of several lengths occurred"
