@@ -5,6 +5,8 @@ Knows: flags and their defaults. Does not know: how anything is measured (bench/
 
 from __future__ import annotations
 
+import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -211,6 +213,67 @@ class Training:
 
 
 @dataclass(frozen=True)
+class Serve:
+    """A server under load: streams, clients that go away, what leaks and what waits."""
+
+    url: Annotated[str | None, arg(metavar="URL", help_behavior_hint="(default: start one)")] = None
+    """A server of jspark that runs already, such as http://127.0.0.1:30000."""
+    server: Annotated[str, arg(metavar="FLAGS")] = "--model-path smollm2-135m"
+    """What the server is started with: flags of `jspark serve` in one word."""
+    concurrency: str = "1,8,32"
+    """Clients at a time; a run for each."""
+    requests: int = 150
+    """Requests of a run."""
+    cancelled: float = 0.1
+    """Share of requests whose client goes away after one to three chunks."""
+    prompts: int = 8
+    """Different prompts."""
+    prompt_tokens: int = 32
+    """Tokens of a prompt; they are random."""
+    new_tokens: int = 32
+    """Tokens of an answer."""
+    seed: int = 0
+    """Of prompts and cancellations."""
+    output: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none, only the table)")] = None
+    """The record, ending in .json; a picture is put beside it."""
+
+    def run(self) -> int:
+        """Measures, shows and saves."""
+        # The server has the device's memory; this process only looks at the device's name.
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+
+        from jspark.axes import single_device_mesh
+        from jspark.bench import report, serve
+
+        output = None if self.output is None else Path(self.output)
+        if output is not None:
+            report.check_output(output)
+        for name, value, least in (("requests", self.requests, 1), ("prompts", self.prompts, 1)):
+            if value < least:
+                raise UserError(f"--{name} is {value}; it must be at least {least}")
+        if not 0 <= self.cancelled <= 1:
+            raise UserError(f"--cancelled is {self.cancelled:g}; it must be between 0 and 1")
+        settings = serve.Settings(
+            concurrency=tuple(_numbers(self.concurrency)),
+            requests=self.requests,
+            cancelled=self.cancelled,
+            prompts=self.prompts,
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+            seed=self.seed,
+        )
+        server = serve.started(self.server) if self.url is None else nullcontext((self.url, None))
+        with server as (address, process):
+            command = report.command_line("jspark bench serve", self)
+            record = report.describe("serve", command, single_device_mesh())
+            record["results"] = results = serve.measure(address, settings, process)
+        if output is not None:
+            report.save(record, output, lambda axes: serve.draw(results, axes))
+        serve.show(results)
+        return 0
+
+
+@dataclass(frozen=True)
 class Bench:
     """Measure speed; every figure comes with the floor that this machine sets."""
 
@@ -219,6 +282,7 @@ class Bench:
         | Annotated[Step, subcommand("step", prefix_name=False)]
         | Annotated[Kernels, subcommand("kernels", prefix_name=False)]
         | Annotated[Training, subcommand("train", prefix_name=False)]
+        | Annotated[Serve, subcommand("serve", prefix_name=False)]
     )
 
     def run(self) -> int:

@@ -158,6 +158,12 @@ class LLM:
                     raise UserError(f"{what} needs a confidence head, which this drafter does not have; drop it")
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights of target and drafter; what the two share counts once."""
+        leaves = {id(x): x for x in jax.tree.leaves((self.target.model, self._drafter and self._drafter[0]))}
+        return sum(leaf.nbytes for leaf in leaves.values())
+
+    @property
     def engine(self) -> Engine:
         """The engine; a fresh one after a step that failed, since a failed step may have lost its buffers."""
         if self._engine is None:

@@ -41,7 +41,7 @@ from serve.token_text import TokenTexts
 from serve.writers import ChatWriter, CompletionWriter
 
 T = TypeVar("T")
-#: Threads that tokenize prompts and compile grammars.
+#: Threads that tokenize prompts, and as many that compile grammars, which can take a minute each.
 _THREADS = 4
 
 
@@ -52,6 +52,7 @@ class Api:
         self.engine, self.flags = engine, flags
         self.created = int(time.time())
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="prepare")
+        self._grammar_threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar")
         self._texts: TokenTexts | None = None
         self._openapi: bytes | None = None
         #: How a request that generates is answered: its body, its job and its writer.
@@ -92,7 +93,8 @@ class Api:
 
     def close(self) -> None:
         """Ends the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._grammar_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def model(self) -> str:
@@ -116,9 +118,10 @@ class Api:
                 code="model_not_found",
             )
 
-    async def beside(self, function: Callable[..., T], *args: Any) -> T:
-        """Runs `function` where it does not hold up other requests."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args))
+    async def beside(self, function: Callable[..., T], *args: Any, grammar: bool = False) -> T:
+        """Runs `function` where it does not hold up other requests. grammar: it may compile one."""
+        threads = self._grammar_threads if grammar else self._threads
+        return await asyncio.get_running_loop().run_in_executor(threads, partial(function, *args))
 
     async def _read(self, request: Request, kind: type[Any]) -> Any:
         body = await read_body(request, self.flags.max_body_bytes)
@@ -164,7 +167,7 @@ class Api:
         llm, speculation = self.engine.llm, self.engine.speculation
         config = llm.engine.config
         drafts, tokens, accepted, positions = speculation.snapshot()
-        load = self.engine.load
+        load, metrics = self.engine.load, self.engine.metrics
         return _json(
             {
                 "version": jspark.__version__,
@@ -193,9 +196,12 @@ class Api:
                         "num_accepted_tokens_per_pos": positions,
                         "num_running_reqs": load.running,
                         "num_queue_reqs": load.waiting,
+                        "num_live_reqs": self.engine.live,
                         "free_pages": load.free,
                         "pages": load.pages,
                         "steps": load.steps,
+                        "event_loop_lag_max_seconds": metrics.lag_max if metrics else 0.0,
+                        "thread_cpu_seconds": metrics.cpu_seconds if metrics else {},
                     }
                 ],
             }
@@ -286,7 +292,7 @@ class Generation:
         llm = engine.llm
         api.check_model(getattr(body, "model", None))
         engine.check_room(_count(body))
-        job, found = await api.beside(self._prepare, llm, body)
+        job, found = await api.beside(self._prepare, llm, body, grammar=_constrained(body))
         note |= {"prompt_tokens": sum({a.prompt: len(a.request.prompt) for a in found}.values())}
         call = Call(found, started)
         answer_id = f"{self._prefix}-{secrets.token_hex(12)}"
@@ -360,6 +366,13 @@ def _count(body: Any) -> int:
         prompts, n = getattr(body, "prompt", None), body.n
     several = isinstance(prompts, list) and not isinstance(prompts[0], int)
     return (n or 1) * (len(prompts) if several else 1)
+
+
+def _constrained(body: Any) -> bool:
+    """Whether answering it may need a grammar."""
+    asked = body.sampling_params if isinstance(body, GenerateRequest) else body
+    names = ("response_format", "structured_outputs", "regex", "ebnf", "json_schema", "tools")
+    return any(getattr(asked, name, None) is not None for name in names)
 
 
 def _flush(llm: LLM) -> int | None:

@@ -83,13 +83,16 @@ class Call:
 
 @dataclass(frozen=True)
 class Load:
-    """The engine after a step. pages: of the KV pool; free: of these, or kept only for prompts to come."""
+    """The engine after a step. pages: of the KV pool; free: of these, or kept only for prompts to come.
+    cpu_seconds: of the engine's thread.
+    """
 
     running: int = 0
     waiting: int = 0
     free: int = 0
     pages: int = 0
     steps: int = 0
+    cpu_seconds: float = 0.0
 
 
 @dataclass
@@ -335,6 +338,7 @@ class DeviceLoop:
                 free=scheduler.allocator.capacity - scheduler.allocator.in_use,
                 pages=scheduler.allocator.capacity,
                 steps=steps,
+                cpu_seconds=time.thread_time(),
             )
             while not self._unread.acquire(timeout=1):
                 if self._stop.is_set():

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 _TOKENS = tuple(2**i for i in range(18))
 #: Share of a step in the recent accept length.
 _RECENT = 0.01
@@ -90,6 +91,9 @@ class Metrics:
         def counter(name: str, text: str, *extra: str) -> Counter:
             return Counter(f"{prefix}:{name}", text, ["model_name", *extra], registry=self.registry)
 
+        def gauge(name: str, text: str, *extra: str) -> Gauge:
+            return Gauge(f"{prefix}:{name}", text, ["model_name", *extra], registry=self.registry)
+
         def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
             made = Histogram(f"{prefix}:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
             return made.labels(**labels)
@@ -99,8 +103,7 @@ class Metrics:
             ("num_requests_waiting", "Answers that wait for a slot.", 1),
             ("kv_cache_usage_perc", "Share of the KV pages in use; 1 is all.", 2),
         ):
-            gauge = Gauge(f"{prefix}:{name}", text, ["model_name"], registry=self.registry)
-            gauge.labels(**labels).set_function(lambda i=index: load()[i])
+            gauge(name, text).labels(**labels).set_function(lambda i=index: load()[i])
         self._prompt = counter("prompt_tokens", "Prompt tokens of requests that got a first token.").labels(
             **labels
         )
@@ -116,6 +119,15 @@ class Metrics:
         self._queue = histogram("request_queue_time_seconds", "From arrival to a slot.")
         self._prompt_sizes = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._answer_sizes = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        self._lag = histogram("event_loop_lag_seconds", "How late the event loop is, every 20 ms.", _LAGS)
+        self.lag_max = 0.0
+        self.cpu_seconds = {"http": 0.0, "engine": 0.0}
+        longest = gauge("event_loop_lag_max_seconds", "The longest since the start.")
+        longest.labels(**labels).set_function(lambda: self.lag_max)
+        cpu = gauge("thread_cpu_seconds", "Processor time of a thread.", "thread")
+        for thread in self.cpu_seconds:
+            cpu.labels(**labels, thread=thread).set_function(lambda name=thread: self.cpu_seconds[name])
+        ProcessCollector(registry=self.registry)
         self._labels = labels
         self.registry.register(_Drafts(prefix, model, speculation))
 
@@ -146,6 +158,12 @@ class Metrics:
     def answered(self, path: str, status: int) -> None:
         """A request has been answered. path: of a route, so that there are few."""
         self._http.labels(**self._labels, path=path, status=str(status)).inc()
+
+    def beat(self, lag: float, http_cpu: float, engine_cpu: float) -> None:
+        """lag: seconds that the event loop was late. The others: processor seconds of the two threads."""
+        self._lag.observe(max(lag, 0.0))
+        self.lag_max = max(self.lag_max, lag)
+        self.cpu_seconds.update(http=http_cpu, engine=engine_cpu)
 
     def page(self) -> bytes:
         """All figures in Prometheus' text format."""

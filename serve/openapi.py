@@ -59,7 +59,7 @@ def describe(keys: bool) -> dict[str, Any]:
             "/version": {"get": _get("The version")},
             "/server_info": {"get": _get("Sizes and figures of the engine")},
             "/model_info": {"get": _get("What the model is")},
-            "/flush_cache": {"post": _get("Forget the prefix cache", "501")},
+            "/flush_cache": {m: _get("Forget the prefix cache", "501") for m in ("get", "post")},
         },
         "components": {"schemas": components},
     }

@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 #: Seconds that a server whose engine has failed still answers, so that probes see it.
 FAILED_SECONDS = 3.0
+#: Seconds between two lines while the server is not ready.
+PROGRESS_SECONDS = 5.0
 _KEEP_ALIVE = 60
+#: Seconds between two looks at how late the event loop is.
+_HEARTBEAT = 0.02
 
 
 class Server:
@@ -62,6 +66,8 @@ class Server:
         )
         self._uvicorn = _Uvicorn(config)
         self._ending: asyncio.Task | None = None
+        self._heart: asyncio.Task | None = None
+        self._progress: asyncio.Task | None = None
 
     def run(self) -> int:
         """Serves until a signal, or until the engine fails; the exit code.
@@ -85,11 +91,13 @@ class Server:
         self._say(f"listening on {self._address}; loading the model")
         self._started = time.perf_counter()
         self.engine.start()
+        self._progress = asyncio.ensure_future(self._tell_progress())
         try:
             await self._uvicorn.serve(sockets=[self.socket])
         finally:
-            if self._ending:
-                self._ending.cancel()
+            for task in (self._ending, self._heart, self._progress):
+                if task:
+                    task.cancel()
             self.engine.close()
             self.socket.close()
             await asyncio.to_thread(self.engine.join, 10)
@@ -127,6 +135,7 @@ class Server:
         elif engine.state == "ready":
             report = engine.llm.engine.programs.report
             seconds = time.perf_counter() - self._started
+            self._heart = asyncio.ensure_future(self._beat())
             self._say(
                 f"ready after {seconds:.1f} s: {report.programs} programs made ready in {report.seconds:.1f} s, "
                 f"others at their first use; the API is at {self._address}/v1"
@@ -135,6 +144,24 @@ class Server:
             if not isinstance(engine.problem, UserError):
                 self._say("the engine has failed; shutting down")
             self._ending = asyncio.ensure_future(self._fail())
+
+    async def _tell_progress(self) -> None:
+        """A line now and then while the model is loaded and the first programs are compiled."""
+        while self.engine.state in ("loading", "warming"):
+            await asyncio.sleep(PROGRESS_SECONDS)
+            llm, seconds = self.engine.loaded, time.perf_counter() - self._started
+            if self.engine.state == "warming" and llm is not None:
+                self._say(f"{seconds:.0f} s: {llm.engine.programs.report.programs} programs compiled")
+            elif self.engine.state == "loading":
+                self._say(f"{seconds:.0f} s: still loading")
+
+    async def _beat(self) -> None:
+        """Measures how late the event loop is, and what it costs."""
+        assert self.engine.metrics is not None
+        while True:
+            due = time.perf_counter() + _HEARTBEAT
+            await asyncio.sleep(_HEARTBEAT)
+            self.engine.metrics.beat(time.perf_counter() - due, time.thread_time(), self.engine.load.cpu_seconds)
 
     def _metrics(self, llm: LLM, engine: DeviceLoop) -> Metrics:
         def load() -> tuple[int, int, float]:
@@ -164,8 +191,8 @@ def describe(llm: LLM) -> list[str]:
     return [
         f"model {llm.served_model_name} ({llm.target.config.model_type}, {config.dtype}) · {drafter} · "
         f"verify {config.verify_mode}",
-        f"KV cache {gib:.2f} GiB: {config.max_total_tokens} tokens in pages of {config.page_size} · context "
-        f"{config.context_length} · {config.max_running_requests} slots",
+        f"weights {llm.weight_bytes / 2**30:.2f} GiB · KV cache {gib:.2f} GiB: {config.max_total_tokens} tokens "
+        f"in pages of {config.page_size} · context {config.context_length} · {config.max_running_requests} slots",
         f"row buckets {_steps(config.row_buckets)} · token tiers {_steps(config.token_tiers)} · cost table "
         f"{'none' if engine.cost is None else 'measured'}",
     ]

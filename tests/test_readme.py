@@ -1,6 +1,7 @@
 """The README's commands and figures are real."""
 
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -8,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from jspark.bench.serve import started
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -40,6 +43,21 @@ def test_python(code, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+@pytest.mark.slow
+def test_serving():
+    """The server as the README starts it answers the README's curl."""
+    lines = "\n".join(blocks("sh")).replace("\\\n", " ").splitlines()
+    [serve] = [line.removeprefix("jspark serve ") for line in lines if line.startswith("jspark serve ")]
+    [curl] = [line for line in lines if line.startswith("curl ")]
+    with started(serve) as (address, _):
+        asked = curl.replace("http://127.0.0.1:30000", address)
+        done = subprocess.run(shlex.split(asked), capture_output=True, text=True, timeout=300, check=True)
+    events = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    assert len("".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)) > 20
 
 
 def test_figures_are_the_committed_ones():

@@ -73,14 +73,14 @@ def watched_aborts(run, count):
         del loop._forget, engine.abort
 
 
-def raw(run, body: dict, path: str = "/v1/completions") -> socket.socket:
-    """A connection on which a request has been sent and nothing read."""
+def raw(run, body: dict, path: str = "/v1/completions", buffer: int | None = None) -> socket.socket:
+    """A connection on which a request has been sent and nothing read. buffer: bytes that it takes unread."""
     data = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    )
-    connection = socket.create_connection(("127.0.0.1", run.server.port))
-    connection.sendall(head.encode() + data)
+    connection = socket.socket()
+    if buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.connect(("127.0.0.1", run.server.port))
+    connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
     return connection
 
 
@@ -180,15 +180,28 @@ def test_limits_of_bodies_prompts_and_time(llm):
             run.assert_free()
 
 
-def test_a_slow_reader_holds_up_nobody(llm):
-    """It keeps neither slot nor pages, and what is unsent is bounded by its answer."""
-    with running(llm) as run:
-        with raw(run, LONG | {"stream": True, "return_token_ids": True}):
-            run.wait(lambda: run.server.engine.load.steps > 0)
+def test_a_slow_reader_holds_up_nobody(llm, tmp_path):
+    """It keeps neither slot nor pages, and what is made ready for it to read is bounded."""
+    log = tmp_path / "log"
+    with running(llm, access_log=str(log)) as run:
+        # Small buffers of the operating system: 2 MB of chunks do not fit.
+        run.server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        sampling = {"temperature": 0, "max_new_tokens": 100, "ignore_eos": True}
+        body = {"text": "abc", "sampling_params": sampling, "stream": True, "return_logprob": True}
+        with raw(run, body | {"top_logprobs_num": 2}, "/generate", buffer=4096) as connection:
+            assert b"200 OK" in connection.recv(200)
             done = httpx.post(f"{run.address}/v1/completions", json=SHORT, timeout=60)
             assert done.status_code == 200
             run.assert_free()
-        run.assert_free()
+            [held] = [
+                c.transport.get_write_buffer_size()
+                for c in run.server._uvicorn.server_state.connections
+                if c.transport.get_write_buffer_size()
+            ]
+            assert held < 200_000
+            assert "/generate" not in log.read_text()
+        run.wait(lambda: "/generate" in log.read_text())
+        assert json.loads(log.read_text().splitlines()[-1])["status"] == 200
 
 
 def test_the_server_is_not_ready_before_the_model_is(llm):
@@ -269,7 +282,7 @@ def test_the_process_from_start_to_sigterm(llm, goldens, tmp_path):
     """The command itself: start-up lines, a client, SIGTERM under load, exit codes."""
     model = text_model(goldens / "qwen3_tiny", tmp_path / "model", PIECES, EOS)
     words = ["serve", "--model-path", str(model), "--port", "0", "--max-running-requests", "2"]
-    words += ["--context-length", "2048", "--served-model-name", "tiny"]
+    words += ["--context-length", "512", "--served-model-name", "tiny"]
     process = subprocess.Popen(
         [sys.executable, "-m", "jspark", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -284,13 +297,13 @@ def test_the_process_from_start_to_sigterm(llm, goldens, tmp_path):
         assert "model tiny (qwen3, float32)" in start
         assert "KV cache" in start
         address = start.split("listening on ")[1].split(";")[0]
-        body = LONG | {"model": "tiny", "max_tokens": 1000}
+        body = LONG | {"model": "tiny", "max_tokens": 400}
         with ThreadPoolExecutor(4) as pool:
             busy = [pool.submit(httpx.post, f"{address}/v1/completions", json=body, timeout=120) for _ in range(4)]
             while 'requests_running{model_name="tiny"} 2.0' not in httpx.get(f"{address}/metrics").text:
                 time.sleep(0.01)
             process.send_signal(signal.SIGTERM)
-            assert [b.result().json()["usage"]["completion_tokens"] for b in busy] == [1000] * 4
+            assert [b.result().json()["usage"]["completion_tokens"] for b in busy] == [400] * 4
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
         log = [json.loads(line) for line in out.splitlines()]
