@@ -173,16 +173,13 @@ class Scheduler:
                 f"min_tokens is {params.min_tokens} and this prompt of {prompt} tokens gets {limit} at most: "
                 "lower it, or give max_tokens"
             )
-        pages = self._most_pages(prompt, limit)
+        pages = self.allocator.pages_for(prompt + limit + self._overhang)
         if pages > self.allocator.capacity:
             raise UserError(
                 f"a prompt of {prompt} tokens with {limit} to generate needs {pages} KV pages and the pool has "
                 f"{self.allocator.capacity}: lower max_tokens or raise max_total_tokens"
             )
         return limit
-
-    def _most_pages(self, prompt: int, limit: int) -> int:
-        return self.allocator.pages_for(prompt + limit + self._overhang)
 
     def add(self, request: Request, limit: int, now: float) -> None:
         """Queues a request that `check` let through."""
@@ -194,7 +191,8 @@ class Scheduler:
     def admit(self, now: float) -> list[Running]:
         """Moves waiting requests into free slots while the pages of their first step are free.
 
-        A page for each running request is left over, so that the newcomer is not preempted at once.
+        A page for each running request that may need more is left over, so that the newcomer is not preempted at
+        once.
         """
         admitted = []
         while self.waiting and self._free_slots:
@@ -205,7 +203,8 @@ class Scheduler:
             skip = self.cache is None or running.request.params.prompt_logprobs is not None
             shared = [] if self.cache is None or skip else self.cache.match(running.tokens, (known - 1) // size)
             own = need - len(shared)
-            if not self._make_room(own + len(self.running)):
+            growing = sum(len(r.pages) < self._most(r) for r in self.running.values())
+            if not self._make_room(own + growing):
                 self.allocator.give_back(shared)
                 break
             del self.waiting[0]
@@ -245,8 +244,10 @@ class Scheduler:
             self.cache.insert(running.tokens[: computed + self._lookahead], whole)
 
     def _pages(self, running: Running, tokens: int) -> int:
-        most = len(running.request.prompt) + running.limit + self._overhang
-        return self.allocator.pages_for(min(tokens, most))
+        return min(self.allocator.pages_for(tokens), self._most(running))
+
+    def _most(self, running: Running) -> int:
+        return self.allocator.pages_for(len(running.request.prompt) + running.limit + self._overhang)
 
     def _make_room(self, pages: int) -> bool:
         if self.allocator.free >= pages:
