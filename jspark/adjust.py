@@ -10,6 +10,7 @@ plain decoding's, whatever is drafted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -76,16 +77,20 @@ class Tables:
 
 def empty_tables(slots: int, vocab: int) -> Tables:
     """Tables of `slots` slots and the dummy, as views on the host."""
-    row = row_tables((), {}, (), vocab)
+    row = row_tables((), (), {}, (), vocab)
     return jax.tree.map(lambda x: np.broadcast_to(x, (slots + 1, *x.shape)), row)
 
 
 def row_tables(
-    prompt: tuple[int, ...], bias: dict[int, float], bad_words: tuple[tuple[int, ...], ...], vocab: int
+    prompt: Sequence[int],
+    output: Sequence[int],
+    bias: dict[int, float],
+    bad_words: tuple[tuple[int, ...], ...],
+    vocab: int,
 ) -> Tables:
-    """One slot's entries at the beginning of a request, on the host."""
-    seen = np.zeros(vocab, np.int32)
-    seen[list(prompt)] = 1
+    """One slot's entries when a request gets it, on the host; `output` is not empty after a preemption."""
+    seen = 2 * np.bincount(np.asarray(output, np.int64), minlength=vocab).astype(np.int32)
+    seen[list(prompt)] += 1
     biases = np.zeros(vocab, np.float32)
     biases[list(bias)] = list(bias.values())
     biases[[word[0] for word in bad_words if len(word) == 1]] = -np.inf
@@ -93,7 +98,7 @@ def row_tables(
     for i, word in enumerate(w for w in bad_words if len(w) > 1):
         words[i, -len(word) :] = word
     tail = np.full(MAX_WORD_TOKENS - 1, -2, np.int32)
-    last = prompt[-len(tail) :]
+    last = [*prompt, *output][-len(tail) :]
     tail[len(tail) - len(last) :] = last
     return Tables(seen, biases, words, tail)  # type: ignore[arg-type]
 

@@ -11,85 +11,14 @@ applies it token by token.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from jspark.cost import CostTable
 from jspark.errors import UserError
-from jspark.files import MAX_JSON, UnreadableError, read_text
-
-#: Dearest over cheapest verification up to which a table says nothing about the budget.
-FLAT = 1.02
-
-
-@dataclass(frozen=True)
-class CostTable:
-    """Measured cost of a step in seconds: draft(R) + verify(T) + context · KV tokens read.
-
-    draft: seconds by rows R. verify: seconds by packed tokens T (anchors included). context: seconds a KV
-    token. Programs exist for the measured sizes only, so a size costs what the next larger measured one does
-    (a staircase); beyond the largest, cost grows in proportion to size. Raises UserError when a part is empty
-    or not positive.
-    """
-
-    draft: Mapping[int, float]
-    verify: Mapping[int, float]
-    context: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("draft", "verify"):
-            steps = getattr(self, name)
-            positive = all(size > 0 and 0 < cost < math.inf for size, cost in steps.items())
-            if not steps or not positive:
-                raise UserError(
-                    f"the cost table's {name!r} must map at least one positive size to positive seconds; "
-                    "measure the table again"
-                )
-            object.__setattr__(self, name, dict(sorted(steps.items())))
-        if not 0 <= self.context < math.inf:
-            raise UserError(
-                f"the cost table's 'context' is {self.context}; it must be seconds per KV token, 0 or more"
-            )
-
-    def seconds(self, rows: int, tokens: int, context_tokens: int = 0) -> float:
-        """Cost of a step of `rows` requests and `tokens` packed tokens that reads `context_tokens` of KV."""
-        return _stair(self.draft, rows) + _stair(self.verify, tokens) + self.context * context_tokens
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether verifying more tokens costs (almost) nothing, so that any search verifies everything."""
-        return max(self.verify.values()) <= FLAT * min(self.verify.values())
-
-    @classmethod
-    def from_json(cls, text: str) -> CostTable:
-        """Reads what `to_json` wrote; raises UserError for anything else."""
-        try:
-            raw = json.loads(text)
-            draft, verify = ({int(k): float(v) for k, v in raw[name].items()} for name in ("draft", "verify"))
-            context = float(raw.get("context", 0.0))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            raise UserError(
-                'a cost table must be JSON of the form {"draft": {rows: seconds}, "verify": {tokens: seconds}, '
-                '"context": seconds}, which this text is not; correct it'
-            ) from None
-        return cls(draft, verify, context)
-
-    def to_json(self) -> str:
-        """The table as JSON text."""
-        return json.dumps({"draft": self.draft, "verify": self.verify, "context": self.context}, indent=2)
-
-
-def _stair(steps: Mapping[int, float], size: int) -> float:
-    for measured, cost in steps.items():
-        if measured >= size:
-            return cost
-    largest = max(steps)
-    return steps[largest] * size / largest
 
 
 @dataclass(frozen=True)
@@ -120,12 +49,14 @@ class Plan:
 
     budget: K, drafted tokens that the step verifies at most. threshold: windows end before the first
     conditional confidence below it. min_window, max_window: of every row, or one a row; max_window None is γ.
+    drafts: whether the step drafts at all; without, it is a step of plain decoding.
     """
 
     budget: int
     threshold: float = 0.0
     min_window: int | np.ndarray = 0
     max_window: int | np.ndarray | None = None
+    drafts: bool = True
 
 
 class Policy(Protocol):
@@ -158,7 +89,7 @@ class Fixed:
                 f"the policy fixed:{self.window} verifies more than the {state.block_size} tokens of a block; "
                 f"write fixed:{state.block_size} or less"
             )
-        return Plan(state.rows * self.window, max_window=self.window)
+        return Plan(state.rows * self.window, max_window=self.window, drafts=self.window > 0)
 
 
 @dataclass(frozen=True)
@@ -182,11 +113,13 @@ class GlobalArgmax:
 
     A budget K commits τ(K) = rows + the K largest survivals of the batch and costs the tier that holds rows +
     K tokens. Tokens that fill a tier are free, so only K = T − rows and K = rows · γ are candidates; of
-    equally good ones the smallest wins. cost: the table to plan with; None is the engine's own,
-    BatchState.cost.
+    equally good ones the smallest wins. Drafting nothing is a candidate too: it saves the draft's cost.
+    cost: the table to plan with; None is the engine's own, BatchState.cost. min_gain: what trimming, or not
+    drafting, must promise over the alternative; less than that is noise.
     """
 
     cost: CostTable | None = None
+    min_gain: float = 0.02
 
     def plan(self, state: BatchState) -> Plan:
         """The budget of the best tier; raises UserError when there is no cost table at all."""
@@ -200,12 +133,19 @@ class GlobalArgmax:
         gain = np.concatenate([[0.0], np.cumsum(np.sort(survival, axis=None)[::-1])])
         budgets = sorted({min(tier - state.rows, most) for tier in state.tiers if tier >= state.rows} | {most})
 
-        def tokens_per_second(budget: int) -> float:
+        def tokens_per_second(budget: int, *, drafts: bool = True) -> float:
             tokens = state.rows + budget
             tier = next((tier for tier in state.tiers if tier >= tokens), tokens)
-            return (state.rows + gain[budget]) / cost.seconds(state.rows, tier, state.context_tokens)
+            seconds = cost.seconds(state.rows, tier, state.context_tokens, drafts=drafts)
+            return (state.rows + gain[budget]) / seconds
 
-        return Plan(max(budgets, key=tokens_per_second))
+        rates = {budget: tokens_per_second(budget) for budget in budgets}
+        best = max(budgets, key=lambda budget: rates[budget])
+        if rates[best] < (1 + self.min_gain) * rates[most]:
+            best = most
+        if tokens_per_second(0, drafts=False) > (1 + self.min_gain) * rates[best]:
+            return Plan(0, drafts=False)
+        return Plan(best)
 
 
 def parse_policy(text: str) -> Policy:
@@ -229,9 +169,5 @@ def parse_policy(text: str) -> Policy:
             raise UserError(f"{text!r}: a threshold is a probability; write threshold:0.5, say")
         return Threshold(threshold)
     if name == "argmax" and value:
-        try:
-            table = read_text(Path(value), MAX_JSON)
-        except UnreadableError as error:
-            raise UserError(f"the cost table {value} cannot be read ({error}); pass a file that exists") from None
-        return GlobalArgmax(CostTable.from_json(table))
+        return GlobalArgmax(CostTable.from_file(value))
     raise UserError(f"unknown verify policy {text!r}; write full, fixed:K, threshold:X or argmax:FILE")

@@ -179,7 +179,7 @@ class EngineConfig:
     single_shapes: one bucket each of rows, pages and prefill instead of ladders, so few programs to compile and
     padding in every step: for runs of many prompts. overlap: dispatch a step before the last one is collected
     (None: on GPUs). attention_backend: what computes attention; auto is the fastest kernel that serves the model
-    here, else XLA.
+    here, else XLA. prefix_cache: keep the pages of finished requests for later ones that begin alike.
     """
 
     max_running_requests: int = 0
@@ -194,6 +194,7 @@ class EngineConfig:
     token_tiers: tuple[int, ...] = ()
     single_shapes: bool = False
     overlap: bool | None = None
+    prefix_cache: bool = True
     attention_backend: AttentionBackend = "auto"
 
     def __post_init__(self) -> None:

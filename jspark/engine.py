@@ -7,7 +7,6 @@ Does not know: text, HTTP, model internals; the arithmetic of a step is in step.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -20,20 +19,22 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jspark import axes, kv
-from jspark.budget import BatchState, CostTable, Full, Plan, Policy
+from jspark.budget import Plan, Policy
 from jspark.calibration import Temperatures
 from jspark.config import DecoderConfig, DrafterConfig, EngineConfig
+from jspark.cost import CostTable
 from jspark.intake import MAX_STOP_IDS, SlotTables, check_ids
 from jspark.logprobs import Logprobs, told
 from jspark.mask import Mask, host_mask
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
 from jspark.pallas.ragged_attention import Segments, Tiles
+from jspark.planner import Planner
 from jspark.programs import Programs, ProposeShape, VerifyShape, at_least, ladder
 from jspark.propose import Proposal
 from jspark.record import Observer, StepRecord
 from jspark.request import LOGPROB_STEPS, FinishReason, Request, Update
-from jspark.scheduler import Chunk, Running, Scheduler, Waiting, Work
+from jspark.scheduler import Chunk, Running, Scheduler, Work
 from jspark.sizing import attention, least_tokens, run_time_block_size, sized
 from jspark.state import Packet, Prefill, StepArgs, empty_slots
 from jspark.step import Pools, Sampling, Spec
@@ -51,7 +52,7 @@ class Flight:
     dispatched: float
     packet: Packet
     rows: list[Running]
-    generations: np.ndarray
+    admissions: list[int]
     chunks: list[Chunk]
 
 
@@ -89,11 +90,9 @@ class Engine:
         self.config = config = sized(config, spec, self.mesh)
         spec = replace(spec, attention=attention(config, spec, self.mesh))
         self._kernels = spec.attention.kernels
-        self._sts = None if sts is None else Temperatures.of(sts).table(self.block_size)
-        self.policy = policy or Full()
-        self.cost = cost
         self._observer = observer
-        self.programs = Programs(spec, model, drafter[0] if drafter else None, self.mesh, self._sts)
+        table = None if sts is None else Temperatures.of(sts).table(self.block_size)
+        self.programs = Programs(spec, model, drafter[0] if drafter else None, self.mesh, table)
         pages = -(-config.max_total_tokens // config.page_size) + 1
         dtype = jnp.dtype(config.dtype)
         size = config.page_size
@@ -113,6 +112,7 @@ class Engine:
             config.context_length,
             config.chunked_prefill_size,
             overhang=self.block_size,
+            lookahead=int(self._chain) if config.prefix_cache else None,
         )
         self._vocab_size = target_config.vocab_size
         most_pages, chunk = self.scheduler.table.shape[1], config.chunked_prefill_size
@@ -127,13 +127,16 @@ class Engine:
         )
         self._flights: deque[Flight] = deque()
         self._step = 0
-        # Confidence by slot as of two steps ago, NaN where there is none; results younger than that wait here.
-        self._confidence = np.full((slots + 1, self.block_size), np.nan, np.float32)
-        self._younger: deque[tuple[int, list[Running], np.ndarray, np.ndarray]] = deque()
-        if self.block_size:
-            # A policy that cannot plan says so here, not in the middle of a batch.
-            unknown = np.full((1, self.block_size), np.nan)
-            self.policy.plan(BatchState(1, self.block_size, (self.block_size + 1,), unknown, unknown, cost))
+        self._planner = Planner(config, self.block_size, self.least_tokens, policy, cost, sts, _drafts)
+
+    @property
+    def policy(self) -> Policy:
+        """What decides how much each step verifies; may be changed between steps."""
+        return self._planner.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._planner.policy = policy
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -149,17 +152,12 @@ class Engine:
 
     def add(self, request: Request, limit: int | None = None) -> None:
         """Queues a request. limit: what `check` said of it; None asks `check`, whose UserError passes on."""
-        self.scheduler.waiting.append(Waiting(request, self.check(request) if limit is None else limit))
+        limit = self.check(request) if limit is None else limit
+        self.scheduler.add(request, limit, time.perf_counter())
 
     def abort(self, request_id: int) -> None:
         """Ends a request now, wherever it is; its pages are free at once. Unknown ids are ignored."""
-        running = self.scheduler.running.get(request_id)
-        if running is not None:
-            self.scheduler.release(running)
-        else:
-            waiting = self.scheduler.waiting
-            for entry in [w for w in waiting if w.request.id == request_id]:
-                waiting.remove(entry)
+        self.scheduler.drop(request_id)
 
     @property
     def idle(self) -> bool:
@@ -201,24 +199,24 @@ class Engine:
         for i, running in enumerate(admitted):
             request, params = running.request, running.request.params
             index[i] = running.slot
-            values.anchor[i] = request.prompt[-1]
-            values.position[i] = len(request.prompt) - 1
-            values.remaining[i] = running.limit
+            values.anchor[i], values.position[i] = running.tokens[-1], running.position
+            values.remaining[i] = running.limit - running.committed
             values.live[i] = values.fresh[i] = True
             values.speculative[i] = params.speculative
             values.stop_ids[i, : len(request.stop_ids)] = request.stop_ids
             s = values.sampling
             s.temperature[i], s.top_p[i], s.min_p[i] = params.temperature, params.top_p, params.min_p
             s.top_k[i] = min(max(params.top_k, 0), self._vocab_size)
-            s.seed[i], s.coupled[i] = _seed(params.seed), _coupled(running)
+            s.seed[i], s.coupled[i] = running.seed, _coupled(running)
             a = values.adjust
             a.repetition[i], a.presence[i] = params.repetition_penalty, params.presence_penalty
             a.frequency[i] = params.frequency_penalty
             a.min_position[i] = len(request.prompt) + params.min_tokens if params.min_tokens else 0
             a.biased[i], a.worded[i] = bool(params.logit_bias or request.bad_words), bool(request.bad_words)
-            running.matcher = request.grammar.matcher() if request.grammar else None
-            self._confidence[running.slot] = np.nan
-            self._tables.admit(request, running.slot)
+            if request.grammar and running.matcher is None:
+                running.matcher = request.grammar.matcher()
+            self._planner.admit(running)
+            self._tables.admit(request, running.tokens[len(request.prompt) :], running.slot)
         index, values = self.programs.place((index, values))
         self._slots = self.programs.admit(self._slots, index, values)
 
@@ -232,9 +230,11 @@ class Engine:
         count = at_least(self.config.row_buckets, len(rows))
         sampling = _sampling(rows)
         # A fresh row has no features to draft from: its first token comes from its anchor alone.
-        drafts = self.block_size > 0 and any((r.tokens or r.in_flight) and _drafts(r) for r in work.decode)
-        fewest = max(count, self.least_tokens)
-        plan, verify_tokens = self._plan(work, count) if drafts else (Plan(budget=0), fewest)
+        drafts = self.block_size > 0 and any(not r.fresh and _drafts(r) for r in work.decode)
+        plan, verify_tokens = Plan(0, drafts=False), max(count, self.least_tokens)
+        if drafts:
+            plan, verify_tokens = self._planner.plan(self._step, work.decode, count)
+            drafts = plan.drafts
         args, pages, prefill = self._arguments(work, count, plan, verify_tokens)
         tables = self._tables.take(penalties=sampling.penalties, steering=sampling.steering)
         proposal = None
@@ -261,9 +261,10 @@ class Engine:
             array.copy_to_host_async()
         for running in work.decode:
             running.in_flight += 1
+            running.fresh = False
         self._step += 1
-        generations = self.scheduler.generation[[r.slot for r in work.decode]]
-        return Flight(self._step, shape, now, packet, work.decode, generations, work.chunks), updates
+        admissions = [r.admission for r in work.decode]
+        return Flight(self._step, shape, now, packet, work.decode, admissions, work.chunks), updates
 
     def _mask(self, work: Work, count: int, proposal: Proposal | None) -> tuple[Mask | None, list[Update]]:
         """Legal tokens of the rows that have a grammar; None without such rows.
@@ -275,56 +276,16 @@ class Engine:
             return None, []
         updates = [update for flight in self._flights for update in self._collect(flight)]
         self._flights.clear()
-        matchers = [None if r.finished else r.matcher for r in work.decode]
+        matchers = [r.matcher if r.slot >= 0 else None for r in work.decode]
         if not any(matchers):
             return None, updates
         drafts: list[list[int]] = [[] for _ in matchers]
         if proposal is not None:
             tokens = np.asarray(proposal.tokens).tolist()
-            drafts = [own if r.tokens and _drafts(r) else [] for r, own in zip(work.decode, tokens, strict=False)]
+            may = [r.has_features and _drafts(r) for r in work.decode]
+            drafts = [own if drafts else [] for own, drafts in zip(tokens, may, strict=False)]
         width = 1 if proposal is None else proposal.tokens.shape[1] + 1
         return self.programs.place(host_mask(matchers, drafts, count, width, self._vocab_size)), updates
-
-    def _plan(self, work: Work, count: int) -> tuple[Plan, int]:
-        """The plan with its tier filled, and the packed verify rows: from confidence two steps old.
-
-        cap-accept plans as compact does, and packs every block whole.
-        """
-        while self._younger and self._younger[0][0] <= self._step - 1:
-            _, rows, generations, confidence = self._younger.popleft()
-            for running, generation, values in zip(rows, generations, confidence, strict=False):
-                if self.scheduler.generation[running.slot] == generation:
-                    self._confidence[running.slot] = values
-        decode, width = len(work.decode), self.block_size + 1
-        most = max(count * width, self.least_tokens)
-        tiers = (*(t for t in self.config.token_tiers if max(count, self.least_tokens) <= t < most), most)
-        logits = self._confidence[[r.slot for r in work.decode]]
-        if self._sts is not None:
-            logits = logits / self._sts[[int(r.request.params.temperature > 0) for r in work.decode]]
-        with np.errstate(over="ignore"):
-            conditional = 1.0 / (1.0 + np.exp(-logits))
-        # Nothing of a row that does not draft survives.
-        drafting = np.array([_drafts(r) for r in work.decode], bool)
-        conditional[~drafting] = 0.0
-        plan = self.policy.plan(
-            BatchState(
-                rows=decode,
-                cost=self.cost,
-                block_size=self.block_size,
-                tiers=tiers,
-                conditional=conditional,
-                survival=np.cumprod(conditional, axis=1),
-                context_tokens=sum(r.position for r in work.decode),
-                requests=tuple(r.request.id for r in work.decode),
-                positions=tuple(r.position for r in work.decode),
-            )
-        )
-        least = int(np.sum(np.broadcast_to(np.minimum(plan.min_window, self.block_size), decode)[drafting]))
-        wanted = min(max(plan.budget, least, 0), int(drafting.sum()) * self.block_size)
-        tier = at_least(tiers, decode + wanted)
-        # The tier is filled: rows that padding would take cost nothing.
-        plan = replace(plan, budget=tier - decode)
-        return plan, tier if self.config.verify_mode == "compact" else most
 
     def _arguments(
         self, work: Work, count: int, plan: Plan, verify_tokens: int
@@ -378,9 +339,9 @@ class Engine:
         row = np.full(total, count, np.int32)
         for chunk, r, end in zip(chunks, rows, ends, strict=True):
             where = slice(end - (chunk.stop - chunk.start), end)
-            tokens[where] = chunk.running.request.prompt[chunk.start : chunk.stop]
+            tokens[where] = chunk.running.tokens[chunk.start : chunk.stop]
             positions[where] = np.arange(chunk.start, chunk.stop)
-            following[where] = chunk.running.request.prompt[chunk.start + 1 : chunk.stop + 1]
+            following[where] = chunk.running.tokens[chunk.start + 1 : chunk.stop + 1]
             row[where] = r
         fields: dict[str, Any] = {"tokens": tokens, "positions": positions, "row": row}
         if self._chain or any(c.running.request.params.prompt_logprobs is not None for c in chunks):
@@ -414,20 +375,21 @@ class Engine:
         """Results of a step: tokens out, figures, finished requests' slots and pages back."""
         packet: Any = jax.tree.map(np.asarray, flight.packet)
         now = time.perf_counter()
-        if packet.confidence.shape[1]:
-            self._younger.append((flight.number, flight.rows, flight.generations, packet.confidence))
+        self._planner.tell(flight.number, flight.rows, flight.admissions, packet)
         self._collect_prompts(flight.chunks, packet.prompt_logprobs)
         if self._observer is not None:
             self._observer(self._record(flight, packet, now))
         updates = []
-        for i, running in enumerate(flight.rows):
+        for i, (running, admission) in enumerate(zip(flight.rows, flight.admissions, strict=True)):
+            if not running.holds(admission):
+                continue
             running.in_flight -= 1
             count = int(packet.count[i])
-            if running.finished or not (count or packet.finished[i]):
+            if not (count or packet.finished[i]):
                 continue
             tokens = tuple(packet.tokens[i, :count].tolist())
             stats = running.stats
-            if running.tokens == 0:
+            if running.committed == 0:
                 running.first_token = now
                 stats.prefill_seconds = now - running.admitted
             elif count:
@@ -436,12 +398,12 @@ class Engine:
                 stats.accepted[int(packet.accepted[i])] += 1
                 stats.block_accepted[int(packet.block_accepted[i])] += 1
                 stats.decode_seconds = now - running.first_token
-            running.tokens += count
+            running.tokens += tokens
             reason: FinishReason | None = None
             problem = None
             if packet.finished[i]:
                 stopped = bool(tokens) and tokens[-1] in running.request.stop_ids
-                full = running.tokens >= running.limit
+                full = running.committed >= running.limit
                 if running.matcher and not (stopped or full):  # nothing was legal any more
                     problem = running.matcher.why_stopped(tokens)
                 reason = "abort" if problem else "length" if full and not stopped else "stop"
@@ -462,16 +424,17 @@ class Engine:
             size = chunk.stop - chunk.start
             k = chunk.running.request.params.prompt_logprobs
             if k is not None and logprobs is not None:
-                tokens = chunk.running.request.prompt[chunk.start + 1 : chunk.stop + 1]
+                tokens = tuple(chunk.running.tokens[chunk.start + 1 : chunk.stop + 1])
                 chunk.running.prompt_logprobs += told(tokens, logprobs, slice(start, start + size), k)
             start += size
 
     def _record(self, flight: Flight, packet: Any, now: float) -> StepRecord:
         """What an observer sees of a step, from its packet on the host and the rows as they were before it."""
-        kept = [i for i, r in enumerate(flight.rows) if not r.finished and packet.count[i] > 0]
+        owners = zip(flight.rows, flight.admissions, packet.count, strict=False)
+        kept = [i for i, (r, admission, count) in enumerate(owners) if r.holds(admission) and count > 0]
         rows = [flight.rows[i] for i in kept]
         confidence = np.full((len(kept), self.block_size), np.nan, np.float32)
-        drafted = np.where([r.tokens > 0 and _drafts(r) for r in rows], self.block_size, 0)
+        drafted = np.where([r.has_features and _drafts(r) for r in rows], self.block_size, 0)
         if packet.confidence.shape[1]:
             confidence[drafted > 0] = packet.confidence[kept][drafted > 0]
         return StepRecord(
@@ -520,13 +483,6 @@ def _coupled(running: Running) -> bool:
     if params.speculative_sampling == "auto":
         return params.seed is not None
     return params.speculative_sampling == "coupled"
-
-
-def _seed(seed: int | None) -> int:
-    """32 bits for the device: a 64-bit seed folded, or fresh ones."""
-    if seed is None:
-        return secrets.randbits(32)
-    return (seed ^ (seed >> 32)) & 0xFFFFFFFF
 
 
 def _per_row(value: int | np.ndarray | None, default: int, count: int, decode: int) -> np.ndarray:

@@ -110,6 +110,8 @@ class EngineFlags:
     """Prompt tokens that a step takes in beside the answers in progress."""
     attention_backend: AttentionBackend = "auto"
     """What computes attention; auto is the fastest kernel that serves the model on this device, else XLA."""
+    prefix_cache: Annotated[bool, arg(name="radix-cache")] = True
+    """Keep the pages of finished answers for later prompts that begin alike."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Knows: limits of the slot table and of adjust.py's tables. Does not know: length
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -55,8 +56,8 @@ class SlotTables:
         self._programs, self._slots, self._vocab = programs, slots, vocab
         self._tables = Tables()
 
-    def admit(self, request: Request, slot: int) -> None:
-        """Writes what `request` needs."""
+    def admit(self, request: Request, output: Sequence[int], slot: int) -> None:
+        """Writes what `request` needs; `output`: what it has committed before a preemption."""
         penalties, steering = request.params.penalized, request.steered
         if not (penalties or steering):
             return
@@ -65,7 +66,9 @@ class SlotTables:
             penalties=penalties and have.seen is None, steering=steering and have.bias is None
         )
         self.update(self._programs.place(missing))
-        row = row_tables(request.prompt, dict(request.params.logit_bias or {}), request.bad_words, self._vocab)
+        row = row_tables(
+            request.prompt, output, dict(request.params.logit_bias or {}), request.bad_words, self._vocab
+        )
         row = row.only(penalties=penalties, steering=steering)
         tables = self.take(penalties=penalties, steering=steering)
         self.update(self._programs.write_row(tables, *self._programs.place((np.int32(slot), row))))

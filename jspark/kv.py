@@ -7,6 +7,7 @@ Does not know: what is stored. The drafter's pool has the target's page numbers,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -65,25 +66,43 @@ def write(
 
 
 class PageAllocator:
-    """Free pages of a pool. Host side; raises on a double free, so a leak cannot hide."""
+    """Pages of a pool and how many hold a reference to each. Host side; raises on a reference given back twice,
+    so a leak cannot hide."""
 
     def __init__(self, pages: int, page_size: int):
         self.page_size = page_size
         self.capacity = pages - 1
         self._free = list(range(pages - 1, BIN, -1))
-        self._used: set[int] = set()
+        self._references: dict[int, int] = {}
+        self._cached: set[int] = set()
+        self._idle = 0
 
     @property
     def free(self) -> int:
         """Pages that can be taken now."""
         return len(self._free)
 
+    @property
+    def idle(self) -> int:
+        """Pages that only the prefix cache holds: it can give up as many, or a few less when some of them lie
+        above pages in use."""
+        return self._idle
+
+    @property
+    def in_use(self) -> int:
+        """Pages that somebody other than the prefix cache holds."""
+        return self.capacity - self.free - self.idle
+
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
+    def references(self, page: int) -> int:
+        """How many hold `page`."""
+        return self._references.get(page, 0)
+
     def take(self, count: int) -> list[int]:
-        """`count` pages; the caller has checked `free`.
+        """`count` pages with one reference each; the caller has checked `free`.
 
         Raises:
             UserError: more pages than are free.
@@ -94,17 +113,46 @@ class PageAllocator:
                 "raise max_total_tokens or lower max_tokens"
             )
         taken = [self._free.pop() for _ in range(count)]
-        self._used.update(taken)
+        for page in taken:
+            self._references[page] = 1
         return taken
 
-    def give_back(self, pages: list[int]) -> None:
-        """Returns pages that `take` handed out.
+    def retain(self, pages: Iterable[int]) -> None:
+        """One more reference to each of `pages`.
 
         Raises:
-            RuntimeError: a page that is not in use (freed twice, or never taken).
+            RuntimeError: a page that nobody holds.
         """
         for page in pages:
-            if page not in self._used:
+            held = self._references.get(page, 0)
+            if not held:
+                raise RuntimeError(f"KV page {page} was shared and nobody holds it")
+            self._references[page] = held + 1
+            self._idle -= held == 1 and page in self._cached
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """One reference less to each of `pages`; a page that nobody holds is free.
+
+        Raises:
+            RuntimeError: a page that nobody holds (freed twice, or never taken).
+        """
+        for page in pages:
+            held = self._references.get(page, 0)
+            if not held:
                 raise RuntimeError(f"KV page {page} was given back twice or never taken")
-            self._used.remove(page)
-            self._free.append(page)
+            if held > 1:
+                self._references[page] = held - 1
+                self._idle += held == 2 and page in self._cached
+            else:
+                del self._references[page]
+                self._free.append(page)
+
+    def mark_cached(self, page: int) -> None:
+        """Says that one reference to `page` is the prefix cache's."""
+        self._cached.add(page)
+        self._idle += self.references(page) == 1
+
+    def unmark_cached(self, page: int) -> None:
+        """Says that the prefix cache is about to give `page` back."""
+        self._cached.remove(page)
+        self._idle -= self.references(page) == 1

@@ -58,7 +58,7 @@ class LLM:
     token (`calibration.read_temperatures`). seed: of the untrained drafter, and of the requests that bring
     none. observer: sees a `StepRecord` of every step; request ids rise in the order of prompts. engine: fields
     of `EngineConfig`, such as verify_mode, block_size, max_running_requests, page_size, max_total_tokens,
-    context_length, chunked_prefill_size, attention_backend.
+    context_length, chunked_prefill_size, attention_backend, prefix_cache.
 
     Raises:
         UserError: something cannot be loaded, or the arguments contradict each other.

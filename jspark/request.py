@@ -201,13 +201,16 @@ class Stats:
 
     steps: target forwards that committed tokens of this prompt after its prefill. windows: drafted tokens sent to
     verification. accepted: of these, accepted. block_accepted: accepted without the window's cut, where the whole
-    block was verified (static and cap-accept). Seconds run from admission to the first token, and on to the last.
+    block was verified (static and cap-accept). cached_tokens: prompt tokens found in the prefix cache. Seconds run
+    from admission to the first token, and on to the last.
     """
 
     steps: int = 0
     windows: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
     block_accepted: Counter[int] = field(default_factory=Counter)
+    cached_tokens: int = 0
+    preemptions: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 

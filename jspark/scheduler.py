@@ -1,19 +1,23 @@
-"""Host-side planning of one step: who runs, which prompt tokens are prefilled, how many pages are looked at.
+"""Host-side planning of one step: who runs, which prompt tokens are prefilled, which pages each row owns.
 
-Knows: waiting and running requests, slots, pages; first come, first served.
+Knows: waiting and running requests, slots, pages ahead of need, the prefix cache, preemption; first come, first
+served.
 Does not know: arrays on the device, programs, policies or results (engine.py).
 """
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
+import itertools
+import secrets
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jspark.errors import UserError
 from jspark.kv import PageAllocator
+from jspark.prefix_cache import PrefixCache
 from jspark.request import AUTO_TOKENS, Request, Stats, TokenLogprob
 
 if TYPE_CHECKING:
@@ -22,54 +26,69 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Running:
-    """A request that holds a slot and its pages.
+    """A request from its arrival to its end. It waits without slot and pages, at first and after preemption.
 
-    prefilled: prompt tokens handed to the device; the last prompt token is the first anchor, so a prompt of n
-    has n − 1 to prefill. in_flight: decode steps dispatched and not collected. matcher: where the answer stands in
+    tokens: the prompt and what was committed. limit: tokens it may commit in all. admission: a number of its own
+    for every time it gets a slot, so that results from before a preemption are recognised. start: tokens it had
+    then. fresh: no decode step was dispatched since, so there is nothing to draft from. prefilled: tokens whose
+    keys and values are in its pages as far as dispatched; the last token is the anchor, so n tokens have n − 1
+    to prefill. in_flight: decode steps dispatched and not collected. matcher: where the answer stands in
     its grammar, which has taken in all collected tokens.
     """
 
     request: Request
-    slot: int
-    pages: list[int]
     limit: int
-    admitted: float
+    arrival: int
+    tokens: list[int]
+    seed: int
+    arrived: float
+    slot: int = -1
+    admission: int = 0
+    pages: list[int] = field(default_factory=list)
+    start: int = 0
     prefilled: int = 0
     in_flight: int = 0
     decoding: bool = False
-    finished: bool = False
-    tokens: int = 0
+    fresh: bool = True
+    admitted: float = 0.0
     first_token: float = 0.0
     stats: Stats = field(default_factory=Stats)
     matcher: Matcher | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
+    def holds(self, admission: int) -> bool:
+        """Whether the request still has the slot that it got with `admission`."""
+        return self.slot >= 0 and self.admission == admission
+
+    @property
+    def has_features(self) -> bool:
+        """It has committed something since it got its slot, so there are features to draft from."""
+        return len(self.tokens) > self.start
+
     @property
     def left(self) -> int:
-        """Prompt tokens still to prefill."""
-        return len(self.request.prompt) - 1 - self.prefilled
+        """Tokens still to prefill."""
+        return self.start - 1 - self.prefilled
+
+    @property
+    def committed(self) -> int:
+        """Tokens committed so far, as far as the host knows."""
+        return len(self.tokens) - len(self.request.prompt)
 
     @property
     def position(self) -> int:
         """Where the anchor stands, as far as the host knows."""
-        return len(self.request.prompt) - 1 + self.tokens
+        return len(self.tokens) - 1
 
     @property
     def may_commit(self) -> bool:
         """Another step can commit something: every step in flight commits at least one token."""
-        return self.tokens + self.in_flight < self.limit
-
-
-class Waiting(NamedTuple):
-    """A request in the queue; limit: the tokens it may commit."""
-
-    request: Request
-    limit: int
+        return self.committed + self.in_flight < self.limit
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Prompt tokens start..stop of a row, to be prefilled in this step."""
+    """Tokens start..stop of a row, to be prefilled in this step."""
 
     running: Running
     start: int
@@ -91,19 +110,38 @@ class Work:
 
 
 class Scheduler:
-    """Slots, pages and the queue."""
+    """Slots, pages and the queue.
 
-    def __init__(self, slots: int, allocator: PageAllocator, context_length: int, chunk: int, overhang: int):
+    Requests are admitted in the order they came, and none overtakes another: the first one waits until its prompt
+    fits. Pages are taken ahead of need, a step at a time. When they run out, the prefix cache gives up its
+    longest unused ones, then the request that came last is preempted: it waits at its place in the queue and
+    computes its tokens' keys and values again. The request that came first is never preempted, so every request
+    ends. lookahead: see PrefixCache; None is no prefix cache.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        allocator: PageAllocator,
+        context_length: int,
+        chunk: int,
+        overhang: int,
+        lookahead: int | None = 0,
+    ):
         self.allocator = allocator
         self.context_length = context_length
-        self.waiting: deque[Waiting] = deque()
+        self.cache = None if lookahead is None else PrefixCache(allocator, lookahead)
+        self.waiting: list[Running] = []
         self.running: dict[int, Running] = {}
-        self.generation = np.zeros(slots + 1, np.int64)
+        self.preemptions = 0
         self.table = np.zeros((slots + 1, allocator.pages_for(context_length + overhang)), np.int32)
+        self._lookahead = lookahead or 0
         self._chunk = chunk
         # Windows reach past the last token that can be committed; their rows need a place too.
         self._overhang = overhang
         self._free_slots = list(range(slots - 1, -1, -1))
+        self._arrivals = itertools.count()
+        self._admissions = itertools.count(1)
 
     def check(self, request: Request) -> int:
         """The number of tokens `request` may commit.
@@ -135,7 +173,7 @@ class Scheduler:
                 f"min_tokens is {params.min_tokens} and this prompt of {prompt} tokens gets {limit} at most: "
                 "lower it, or give max_tokens"
             )
-        pages = self._pages(request, limit)
+        pages = self.allocator.pages_for(prompt + limit + self._overhang)
         if pages > self.allocator.capacity:
             raise UserError(
                 f"a prompt of {prompt} tokens with {limit} to generate needs {pages} KV pages and the pool has "
@@ -143,39 +181,114 @@ class Scheduler:
             )
         return limit
 
-    def _pages(self, request: Request, limit: int) -> int:
-        return self.allocator.pages_for(len(request.prompt) + limit + self._overhang)
+    def add(self, request: Request, limit: int, now: float) -> None:
+        """Queues a request that `check` let through."""
+        seed = _seed(request.params.seed)
+        self.waiting.append(Running(request, limit, next(self._arrivals), list(request.prompt), seed, now))
+
+    # ── slots and pages ───────────────────────────────────────────────────────────────────────────────────────
 
     def admit(self, now: float) -> list[Running]:
-        """Moves waiting requests into free slots while pages for their whole length are free."""
+        """Moves waiting requests into free slots while the pages of their first step are free.
+
+        A page for each running request that may need more is left over, so that the newcomer is not preempted at
+        once.
+        """
         admitted = []
         while self.waiting and self._free_slots:
-            request, limit = self.waiting[0]
-            need = self._pages(request, limit)
-            if need > self.allocator.free:
+            running = self.waiting[0]
+            known, size = len(running.tokens), self.allocator.page_size
+            need = self._pages(running, known + self._overhang)
+            # A prompt's log-probabilities need all of its rows.
+            skip = self.cache is None or running.request.params.prompt_logprobs is not None
+            shared = [] if self.cache is None or skip else self.cache.match(running.tokens, (known - 1) // size)
+            own = need - len(shared)
+            growing = sum(len(r.pages) < self._most(r) for r in self.running.values())
+            if not self._make_room(own + growing):
+                self.allocator.give_back(shared)
                 break
-            self.waiting.popleft()
-            slot = self._free_slots.pop()
-            running = Running(request, slot, self.allocator.take(need), limit, now)
-            self.generation[slot] += 1
-            self.table[slot] = 0
-            self.table[slot, : len(running.pages)] = running.pages
-            self.running[request.id] = running
+            del self.waiting[0]
+            running.slot, running.admission = self._free_slots.pop(), next(self._admissions)
+            running.pages = shared + self.allocator.take(own)
+            running.start, running.prefilled = known, len(shared) * size
+            running.in_flight, running.decoding, running.fresh = 0, False, True
+            running.admitted = running.admitted or now
+            if self.cache is not None:
+                self.cache.count(known, running.prefilled)
+            if running.committed == 0:
+                running.stats.cached_tokens = running.prefilled
+            self.table[running.slot] = 0
+            self.table[running.slot, :need] = running.pages
+            self.running[running.request.id] = running
             admitted.append(running)
         return admitted
 
+    def drop(self, request_id: int) -> None:
+        """Forgets a request wherever it is; unknown ids are ignored."""
+        if request_id in self.running:
+            self.release(self.running[request_id])
+        self.waiting = [r for r in self.waiting if r.request.id != request_id]
+
     def release(self, running: Running) -> None:
         """Gives slot and pages back; a step in flight may still write there, before any later owner does."""
-        running.finished = True
-        del self.running[running.request.id]
+        self._remember(running, running.position if running.decoding else running.prefilled)
         self.allocator.give_back(running.pages)
         self._free_slots.append(running.slot)
+        running.slot, running.pages = -1, []
+        del self.running[running.request.id]
+
+    def _remember(self, running: Running, computed: int) -> None:
+        """Caches the whole pages of the first `computed` tokens: no later step writes there."""
+        if self.cache is not None:
+            whole = running.pages[: computed // self.allocator.page_size]
+            self.cache.insert(running.tokens[: computed + self._lookahead], whole)
+
+    def _pages(self, running: Running, tokens: int) -> int:
+        return min(self.allocator.pages_for(tokens), self._most(running))
+
+    def _most(self, running: Running) -> int:
+        return self.allocator.pages_for(len(running.request.prompt) + running.limit + self._overhang)
+
+    def _make_room(self, pages: int) -> bool:
+        if self.allocator.free >= pages:
+            return True
+        if self.cache is None or self.allocator.free + self.allocator.idle < pages:
+            return False
+        return self.cache.make_room(pages)
+
+    def _grow(self, running: Running) -> bool:
+        """Takes the pages that the row's next step can reach; False when the row itself had to go."""
+        reach = running.position + (running.in_flight + 1) * (self._overhang + 1)
+        more = self._pages(running, reach) - len(running.pages)
+        while more > 0:
+            if self._make_room(more):
+                held = len(running.pages)
+                running.pages += self.allocator.take(more)
+                self.table[running.slot, held : held + more] = running.pages[held:]
+                return True
+            last = max(self.running.values(), key=lambda r: r.arrival)
+            self._preempt(last)
+            if last is running:
+                return False
+        return True
+
+    def _preempt(self, running: Running) -> None:
+        self.release(running)
+        self.preemptions += 1
+        running.stats.preemptions += 1
+        bisect.insort(self.waiting, running, key=lambda r: r.arrival)
+
+    # ── rows of a step ────────────────────────────────────────────────────────────────────────────────────────
 
     def plan(self, tile: int, tiles: int) -> Work:
         """Rows of the next step. Prefill takes `chunk` prompt tokens at most, in `tiles` tiles of `tile` rows.
 
         A prompt whose last chunk is in the step decodes its first token in the same step.
         """
+        for running in sorted(self.running.values(), key=lambda r: r.arrival):
+            # A preempted row has left in the meantime.
+            if running.decoding and running.may_commit and running.request.id in self.running:
+                self._grow(running)
         budget, chunks, prefill_only = self._chunk, [], []
         for running in self.running.values():
             if running.decoding or budget == 0:
@@ -190,7 +303,15 @@ class Scheduler:
                 budget -= take
             if running.left == 0:
                 running.decoding = True
+                self._remember(running, running.position)
             else:
                 prefill_only.append(running)
         decode = [r for r in self.running.values() if r.decoding and r.may_commit]
         return Work(decode, prefill_only, chunks)
+
+
+def _seed(seed: int | None) -> int:
+    """32 bits for the device: a 64-bit seed folded, or fresh ones."""
+    if seed is None:
+        return secrets.randbits(32)
+    return (seed ^ (seed >> 32)) & 0xFFFFFFFF

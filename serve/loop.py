@@ -83,7 +83,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Load:
-    """The engine after a step. pages: of the KV pool, free: of these. cpu_seconds: of the engine's thread."""
+    """The engine after a step. pages: of the KV pool; free: of these, or kept only for prompts to come.
+    cpu_seconds: of the engine's thread.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -343,7 +345,7 @@ class DeviceLoop:
             load = Load(
                 running=len(scheduler.running),
                 waiting=len(scheduler.waiting),
-                free=scheduler.allocator.free,
+                free=scheduler.allocator.capacity - scheduler.allocator.in_use,
                 pages=scheduler.allocator.capacity,
                 steps=steps,
                 cpu_seconds=time.thread_time(),

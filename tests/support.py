@@ -80,7 +80,7 @@ def run(engine: Engine, requests: list[Request]) -> list[Result]:
             result.logprobs += update.logprobs
             result.prompt_logprobs += update.prompt_logprobs
             result.reason, result.stats = update.finish_reason, update.stats
-    assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
+    assert engine.scheduler.allocator.in_use == 0
     return [results[request.id] for request in requests]
 
 

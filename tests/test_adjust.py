@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import adjusted, drafter, full_logits, mesh, plain_engine, prompts, row_sampling, run, target
-from test_lossless import DRAFTERS, MODES, Erratic
+from test_lossless import DRAFTERS, Erratic
 
 from jspark.config import EngineConfig
 from jspark.engine import Engine
@@ -109,7 +109,9 @@ def batch_engine(mode, policy=None, **options) -> Engine:
     return Engine(replace(config, **options), target("qwen3_tiny"), draft, policy=policy, mesh=mesh())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["compact", *(pytest.param(m, marks=pytest.mark.slow) for m in ("static", "cap-accept"))]
+)
 def test_random_settings_equal_plain_decoding(mode, rng, record_property):
     requests, wanted = plain_result(7)
     excused = 0

@@ -90,7 +90,7 @@ def test_configurations_that_are_refused(copy, changes, word):
         (DSPARK + "vanilla", {"markov_rank": -1}, "markov_rank is -1"),
         (DSPARK + "vanilla", {"markov_rank": 0}, "confidence_head_with_markov"),
         (DSPARK + "vanilla", {"layer_types": ["sliding_attention"] * 2}, "sliding_attention"),
-        (DSPARK + "vanilla", {"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3"),
+        (DSPARK + "vanilla", {"architectures": ["LlamaForCausalLMMedusa"]}, "LlamaForCausalLMMedusa"),
         ("dflash_qwen3_tiny", {"block_size": 1}, "block_size is 1"),
         ("dflash_qwen3_tiny", {"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id is missing"),
         ("dflash_qwen3_tiny", {"dflash_config": [1]}, "dflash_config"),

@@ -41,9 +41,12 @@ FILTERS = {
 }
 
 
+RULES = pytest.param("compact", "rules", marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("mode", "filters"),
-    [("compact", "top-k"), ("compact", "all"), ("static", "top-k"), ("cap-accept", "all"), ("compact", "rules")],
+    [("compact", "top-k"), ("compact", "all"), ("static", "top-k"), ("cap-accept", "all"), RULES],
 )
 def test_rejection_sampling_keeps_the_distribution(mode, filters, rng):
     prompt = prompts(NAME)[2]

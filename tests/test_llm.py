@@ -56,7 +56,7 @@ def assert_free(llm: LLM) -> None:
     scheduler = llm.engine.scheduler
     assert not scheduler.waiting
     assert not scheduler.running
-    assert scheduler.allocator.free == scheduler.allocator.capacity
+    assert scheduler.allocator.in_use == 0
 
 
 def test_dspark_gives_the_targets_tokens_with_more_prompts_than_slots(dspark, vanilla):

@@ -19,8 +19,9 @@ from support import (
 )
 
 from jspark import axes
-from jspark.budget import BatchState, CostTable, Fixed, Full, GlobalArgmax, Plan, Threshold
+from jspark.budget import BatchState, Fixed, Full, GlobalArgmax, Plan, Threshold
 from jspark.config import EngineConfig, VerifyMode
+from jspark.cost import CostTable
 from jspark.engine import Engine
 from jspark.request import Request, SamplingParams
 
@@ -180,12 +181,10 @@ def test_rejection_under_one_schedule_is_the_same_in_every_verify_mode(rng):
 
 def test_overlap_gives_the_same_tokens_and_windows(rng):
     requests = random_requests(rng, 10, "greedy")
-    table = CostTable({1: 1e-3}, {t: 1e-3 * (1 + t / 4) for t in range(1, 80)})
+    table = CostTable({1: 1e-6}, {t: 1e-3 * (1 + t / 4) for t in range(1, 80)})
     # One row at a time: with more, overlap admits a step later and so changes the batch that shares a budget.
-    runs = [
-        run(small_engine(policy=GlobalArgmax(table), slots=1, token_tiers=(1, 2, 4, 6), overlap=on), requests)
-        for on in (False, True)
-    ]
+    engine = {"policy": GlobalArgmax(table, min_gain=0), "slots": 1, "token_tiers": (1, 2, 4, 6)}
+    runs = [run(small_engine(overlap=on, **engine), requests) for on in (False, True)]
     assert tokens_of(runs[0]) == tokens_of(runs[1])
     assert [r.stats.windows for r in runs[0]] == [r.stats.windows for r in runs[1]]
     assert len(set().union(*(r.stats.windows for r in runs[0]))) > 2, "windows of several lengths occurred"
@@ -265,11 +264,44 @@ def test_abort_at_any_moment_leaves_the_others_alone(rng):
             victim = int(rng.integers(12))
             engine.abort(victim)
             aborted.add(victim)
-    assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
+    assert engine.scheduler.allocator.in_use == 0
     assert aborted
     for request in requests:
         if request.id not in aborted:
             check_equals_plain(request, got[request.id], plain(request), [])
+
+
+@pytest.mark.parametrize("name", [DRAFTERS[0], DRAFTERS[-1]])
+def test_preempted_and_cached_requests_equal_plain_decoding(name, rng):
+    """A pool far too small for its requests, which begin alike: pages are shared, evicted and computed again, and
+    penalties go on where they were."""
+    beginnings = [(base * 4)[:37] for base in prompts(DRAFTERS[0])[:2]]
+    requests = [
+        Request(
+            i,
+            (*beginnings[i % 2], *rng.integers(0, 319, int(rng.integers(1, 9))).tolist()),
+            SamplingParams(
+                temperature=float(i % 2),
+                seed=i,
+                max_tokens=30,
+                frequency_penalty=0.4 if i % 4 > 1 else 0.0,
+                repetition_penalty=1.2 if i % 4 > 1 else 1.0,
+            ),
+        )
+        for i in range(8)
+    ]
+    engine = small_engine(name=name, overlap=True, max_total_tokens=128)
+    excused: list = []
+    for _ in range(2):
+        for request, result in zip(requests, run(engine, requests), strict=True):
+            check_equals_plain(request, result.tokens, plain(request), excused)
+    assert engine.scheduler.preemptions
+    cache = engine.scheduler.cache
+    assert cache is not None
+    assert cache.stats.found > 100
+    assert cache.stats.evicted
+    cache.clear()
+    assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
 
 
 def test_two_devices_give_the_same_tokens():

@@ -199,6 +199,7 @@ def test_answers_fit_two_thousand_random_schemas(grammars, overlapped, rng):
     check_schemas(rng, 700, grammars, overlapped)
 
 
+@pytest.mark.slow
 def test_rejection_sampling_keeps_the_constrained_distribution(grammars, rng):
     given = {"regex": "[ab ](bc|c|[d-g]xy|x)?"}
     params = SamplingParams(temperature=1.5, max_tokens=3, top_p=0.95)
@@ -407,6 +408,7 @@ def test_the_command_line(model, tmp_path, capsys):
         assert message.strip().count("\n") == 0
 
 
+@pytest.mark.slow
 def test_the_built_in_model():
     """A real vocabulary and real weights, with an untrained drafter."""
     llm = LLM("smollm2-135m", "untrained", max_running_requests=3, row_buckets=(3,), context_length=192)
