@@ -23,8 +23,9 @@ class Output:
     prefill. accept_length: tokens after the first, per step; None without a step. window_histogram[n]: steps that
     sent n drafted tokens to verification; accepted_histogram[n]: steps that accepted n of them (both γ + 1 long).
     Seconds run from admission to the first token, and from there to the last; compilation on first use is inside
-    them. logprobs: one entry a token of output_ids. prompt_logprobs: one a prompt token, None for the first, which
-    nothing predicts. Both are None where not asked for.
+    them. cached_tokens: tokens of the prompt that the prefix cache held. logprobs: one entry a token of
+    output_ids. prompt_logprobs: one a prompt token, None for the first, which nothing predicts. Both are None
+    where not asked for.
     """
 
     model: str
@@ -41,6 +42,7 @@ class Output:
     accepted_histogram: list[int]
     prefill_seconds: float
     decode_seconds: float
+    cached_tokens: int = 0
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
@@ -98,6 +100,11 @@ class Answer:
         """Of the prompt's tokens, as far as they were asked for and have come."""
         return [None, *self._prompt_logprobs]
 
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that the prefix cache held, as far as is known."""
+        return self._stats.cached_tokens
+
     def take(self, update: Update) -> None:
         """Adds a step's tokens, as far as they are part of the answer."""
         self._stats = update.stats
@@ -150,6 +157,7 @@ class Answer:
             accepted_histogram=[stats.accepted[n] for n in range(self._block_size + 1)],
             prefill_seconds=stats.prefill_seconds,
             decode_seconds=stats.decode_seconds,
+            cached_tokens=self.cached_tokens,
             logprobs=None if params.logprobs is None else self._logprobs,
             prompt_logprobs=None if params.prompt_logprobs is None else self.prompt_logprobs,
         )

@@ -199,6 +199,8 @@ class Api:
                         "num_live_reqs": self.engine.live,
                         "free_pages": load.free,
                         "pages": load.pages,
+                        "cache_asked_tokens": load.cache_asked,
+                        "cache_found_tokens": load.cache_found,
                         "steps": load.steps,
                         "event_loop_lag_max_seconds": metrics.lag_max if metrics else 0.0,
                         "thread_cpu_seconds": metrics.cpu_seconds if metrics else {},
@@ -224,7 +226,7 @@ class Api:
     async def _flush_cache(self, request: Request) -> Response:
         pages = await self.engine.ask(_flush)
         if pages is None:
-            raise HttpError(501, "this engine has no prefix cache, so there is nothing to flush")
+            raise HttpError(501, "there is no prefix cache to flush; start without --no-radix-cache")
         return _json({"success": True, "pages_freed": pages})
 
     async def _description(self, request: Request) -> Response:
@@ -377,7 +379,7 @@ def _constrained(body: Any) -> bool:
 
 def _flush(llm: LLM) -> int | None:
     """Pages that the prefix cache gave up; None without one."""
-    cache = getattr(llm.engine.scheduler, "cache", None)
+    cache = llm.engine.scheduler.cache
     return None if cache is None else cache.clear()
 
 

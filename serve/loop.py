@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jspark.errors import UserError
 from jspark.request import SamplingParams, Stats, Update
-from serve.metrics import Metrics, Speculation
+from serve.metrics import Load, Metrics, Speculation
 
 if TYPE_CHECKING:
     from jspark.answer import Answer, Delta
@@ -79,20 +79,6 @@ class Call:
         """Ends the call with an error."""
         self._problem = self._problem or problem
         self._wake.set()
-
-
-@dataclass(frozen=True)
-class Load:
-    """The engine after a step. pages: of the KV pool; free: of these, or kept only for prompts to come.
-    cpu_seconds: of the engine's thread.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    free: int = 0
-    pages: int = 0
-    steps: int = 0
-    cpu_seconds: float = 0.0
 
 
 @dataclass
@@ -348,6 +334,8 @@ class DeviceLoop:
                 free=scheduler.allocator.capacity - scheduler.allocator.in_use,
                 pages=scheduler.allocator.capacity,
                 steps=steps,
+                cache_asked=scheduler.cache.stats.asked if scheduler.cache else 0,
+                cache_found=scheduler.cache.stats.found if scheduler.cache else 0,
                 cpu_seconds=time.thread_time(),
             )
             while not self._unread.acquire(timeout=1):

@@ -6,12 +6,13 @@ Knows: what is counted, and when. Does not know: who asks, or how the figures co
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from jspark.record import StepRecord
@@ -76,15 +77,36 @@ class Speculation:
             return self.drafts, self.draft_tokens, self.accepted, self.per_position.tolist()
 
 
+@dataclass(frozen=True)
+class Load:
+    """The engine after a step. pages: of the KV pool; free: of these, or kept only for prompts to come.
+
+    cache_asked, cache_found: tokens that the prefix cache was asked for, and that it held. cpu_seconds: of the
+    engine's thread.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    free: int = 0
+    pages: int = 0
+    steps: int = 0
+    cache_asked: int = 0
+    cache_found: int = 0
+    cpu_seconds: float = 0.0
+
+    @property
+    def usage(self) -> float:
+        """Share of the pages in use."""
+        return 1 - self.free / self.pages if self.pages else 0.0
+
+
 class Metrics:
     """A registry of its own, so that several servers can live in one process.
 
-    load: (running, waiting, share of the KV pages in use) as of now.
+    load: the engine as of now.
     """
 
-    def __init__(
-        self, prefix: str, model: str, speculation: Speculation, load: Callable[[], tuple[int, int, float]]
-    ):
+    def __init__(self, prefix: str, model: str, speculation: Speculation, load: Callable[[], Load]):
         self.registry = CollectorRegistry()
         labels = {"model_name": model}
 
@@ -98,15 +120,13 @@ class Metrics:
             made = Histogram(f"{prefix}:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
             return made.labels(**labels)
 
-        for name, text, index in (
-            ("num_requests_running", "Answers that hold a slot.", 0),
-            ("num_requests_waiting", "Answers that wait for a slot.", 1),
-            ("kv_cache_usage_perc", "Share of the KV pages in use; 1 is all.", 2),
+        for name, text, value in (
+            ("num_requests_running", "Answers that hold a slot.", lambda: load().running),
+            ("num_requests_waiting", "Answers that wait for a slot.", lambda: load().waiting),
+            ("kv_cache_usage_perc", "Share of the KV pages in use; 1 is all.", lambda: load().usage),
         ):
-            gauge(name, text).labels(**labels).set_function(lambda i=index: load()[i])
-        self._prompt = counter("prompt_tokens", "Prompt tokens of requests that got a first token.").labels(
-            **labels
-        )
+            gauge(name, text).labels(**labels).set_function(value)
+        self._prompt = counter("prompt_tokens", "Prompt tokens of answers that ended.").labels(**labels)
         self._generated = counter("generation_tokens", "Tokens generated.").labels(**labels)
         self._success = counter("request_success", "Answers that ended.", "finished_reason")
         self._aborted = counter("request_aborted", "Answers whose client went away or ran out of time.").labels(
@@ -129,7 +149,7 @@ class Metrics:
             cpu.labels(**labels, thread=thread).set_function(lambda name=thread: self.cpu_seconds[name])
         ProcessCollector(registry=self.registry)
         self._labels = labels
-        self.registry.register(_Drafts(prefix, model, speculation))
+        self.registry.register(_Counts(prefix, model, speculation, load))
 
     def tokens(self, started: float, seen: float, now: float, update: Update, first: bool) -> None:
         """Tokens of an answer have come. started, seen: arrival, and when the last ones came."""
@@ -170,21 +190,23 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _Drafts(Collector):
-    """`Speculation` as metrics."""
+class _Counts(Collector):
+    """What the engine's thread counts: drafts and the prefix cache."""
 
-    def __init__(self, prefix: str, model: str, speculation: Speculation):
-        self._prefix, self._model, self._speculation = prefix, model, speculation
+    def __init__(self, prefix: str, model: str, speculation: Speculation, load: Callable[[], Load]):
+        self._prefix, self._model, self._speculation, self._load = prefix, model, speculation, load
 
-    def collect(self):
+    def collect(self) -> Iterator[Metric]:
         drafts, tokens, accepted, positions = self._speculation.snapshot()
-        recent = self._speculation.recent_accept_length
+        recent, load = self._speculation.recent_accept_length, self._load()
         for name, text, value in (
-            ("num_drafts", "Blocks of which something was verified.", drafts),
-            ("num_draft_tokens", "Drafted tokens sent to verification.", tokens),
-            ("num_accepted_tokens", "Drafted tokens accepted.", accepted),
+            ("spec_decode_num_drafts", "Blocks of which something was verified.", drafts),
+            ("spec_decode_num_draft_tokens", "Drafted tokens sent to verification.", tokens),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", accepted),
+            ("prefix_cache_queries", "Prompt tokens that the prefix cache was asked for.", load.cache_asked),
+            ("prefix_cache_hits", "Prompt tokens that it held.", load.cache_found),
         ):
-            family = CounterMetricFamily(f"{self._prefix}:spec_decode_{name}", text, labels=["model_name"])
+            family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])
             family.add_metric([self._model], value)
             yield family
         family = CounterMetricFamily(

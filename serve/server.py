@@ -167,11 +167,8 @@ class Server:
             self.engine.metrics.beat(time.perf_counter() - due, time.thread_time(), self.engine.load.cpu_seconds)
 
     def _metrics(self, llm: LLM, engine: DeviceLoop) -> Metrics:
-        def load() -> tuple[int, int, float]:
-            now = engine.load
-            return now.running, now.waiting, 1 - now.free / now.pages if now.pages else 0.0
-
-        return Metrics(self.flags.metrics_prefix, llm.served_model_name, engine.speculation, load)
+        names = self.flags.metrics_prefix, llm.served_model_name
+        return Metrics(*names, engine.speculation, lambda: engine.load)
 
     def _answered(self, path: str, status: int) -> None:
         if self.engine.metrics is not None:

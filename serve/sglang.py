@@ -69,7 +69,7 @@ class GenerateWriter:
             "finish_reason": None if output is None else _reason(output),
             "prompt_tokens": len(answer.request.prompt),
             "completion_tokens": len(ids),
-            "cached_tokens": 0,
+            "cached_tokens": answer.cached_tokens,
         }
         if output is not None:
             meta["e2e_latency"] = time.perf_counter() - self._call.started

@@ -111,9 +111,14 @@ class Writer:
         return answer.prompt * self._job.params.n + answer.index
 
     def _usage(self) -> Fields:
-        prompts = {a.prompt: len(a.request.prompt) for a in self._call.answers}
-        prompt, completion = sum(prompts.values()), sum(self._tokens.values())
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        first = [a for a in self._call.answers if a.index == 0]
+        prompt, completion = sum(len(a.request.prompt) for a in first), sum(self._tokens.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(a.cached_tokens for a in first)},
+        }
 
     def _figures(self) -> Fields:
         figures: Fields = {}
