@@ -45,7 +45,7 @@ class Running:
         self.wait(lambda: not engine.live and engine.loaded.engine.idle)  # type: ignore[union-attr]
         assert not scheduler.waiting
         assert not scheduler.running
-        assert scheduler.allocator.free == scheduler.allocator.capacity
+        assert scheduler.allocator.in_use == 0
 
 
 @contextlib.contextmanager
