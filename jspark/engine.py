@@ -138,6 +138,11 @@ class Engine:
     def policy(self, policy: Policy) -> None:
         self._planner.policy = policy
 
+    @property
+    def cost(self) -> CostTable | None:
+        """The engine's own cost table, for policies that bring none."""
+        return self._planner.cost
+
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def check(self, request: Request) -> int:

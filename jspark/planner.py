@@ -55,7 +55,8 @@ class Planner:
         self.policy = policy or Full()
         self.acceptance = AcceptanceByPosition(block_size)
         self.block_size = block_size
-        self._config, self._cost, self._drafts = config, cost, drafts
+        self.cost = cost
+        self._config, self._drafts = config, drafts
         self._sts = None if sts is None else Temperatures.of(sts).table(block_size)
         self._least, self._undrafted = least_tokens, 0
         # Confidence by slot as of two steps ago, NaN where there is none; results younger than that wait here.
@@ -102,7 +103,7 @@ class Planner:
         plan = self.policy.plan(
             BatchState(
                 rows=len(decode),
-                cost=self._cost,
+                cost=self.cost,
                 block_size=self.block_size,
                 tiers=tiers,
                 conditional=conditional,
