@@ -58,6 +58,7 @@ class Server:
         config = uvicorn.Config(
             gate,
             lifespan="off",
+            log_config=None,
             log_level="error",
             access_log=False,
             server_header=False,
@@ -86,9 +87,10 @@ class Server:
 
     async def _main(self, signals: bool) -> None:
         loop = asyncio.get_running_loop()
-        if signals:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self.stop)
+        numbers = (signal.SIGTERM, signal.SIGINT) if signals else ()
+        before = {number: signal.getsignal(number) for number in numbers}
+        for number in numbers:
+            loop.add_signal_handler(number, self.stop)
         host = f"[{self.flags.host}]" if ":" in self.flags.host else self.flags.host
         self._address = f"http://{host}:{self.port}"
         self._say(f"listening on {self._address}; loading the model")
@@ -106,6 +108,9 @@ class Server:
             await asyncio.to_thread(self.engine.join, 10)
             self.api.close()
             self._log.close()
+            for number, handler in before.items():
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
 
     def stop(self) -> None:
         """Takes no more requests, lets those in progress end, and ends. A second call does not wait."""

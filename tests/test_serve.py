@@ -360,7 +360,8 @@ def test_the_server_tells_of_itself(server, client):
         assert reference in document["components"]["schemas"]
 
 
-def test_metrics_have_vllms_names(server):
+def test_metrics_have_vllms_names(server, prompts):
+    assert post(server, "/v1/completions", **greedy(prompts[0])).status_code == 200
     page = httpx.get(f"{server.address}/metrics")
     families = {f.name: f for f in text_string_to_metric_families(page.text)}
     stems = "num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens generation_tokens"
@@ -372,7 +373,7 @@ def test_metrics_have_vllms_names(server):
     value = {s.name: s.value for f in families.values() for s in f.samples if "position" not in s.labels}
     positions = families["jspark:spec_decode_num_accepted_tokens_per_pos"].samples
     assert sum(s.value for s in positions) == value["jspark:spec_decode_num_accepted_tokens_total"] > 0
-    assert value["jspark:generation_tokens_total"] > 100
+    assert value["jspark:generation_tokens_total"] >= 24
     assert value["jspark:time_to_first_token_seconds_count"] > 0
 
 

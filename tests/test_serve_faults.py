@@ -273,8 +273,10 @@ def test_a_model_that_cannot_be_loaded_ends_the_server():
     def load(observer) -> LLM:
         raise UserError("there is no such model; name another")
 
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(UserError, match="no such model"):
         Server(load, FLAGS).run()
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 @pytest.mark.slow
