@@ -88,7 +88,10 @@ def measure(mesh: Mesh, dtype: str) -> report.Record:
             errors = [pool.submit(error, by_name[row["case"]], number, row["version"]) for row in checked]
             for row, off in zip(checked, errors, strict=True):
                 # One failed check must not cost the figures of all.
-                row["error"] = math.nan if off.exception() else off.result()
+                if problem := off.exception():
+                    row["unchecked"] = f"{type(problem).__name__}: {str(problem)[:200]}"
+                else:
+                    row["error"] = off.result()
         return {
             "dtype": dtype,
             "ceilings": {
