@@ -24,7 +24,7 @@ from jspark.bench.warm_engine import WarmEngine
 from jspark.config import EngineConfig
 
 CONTEXT, BLOCK, STEPS, BATCHES = 1024, 7, 10, 5
-ROWS = {"smollm2-135m": (1, 64, 256), "qwen3-8b": (1, 64)}
+ROWS = {"smollm2-135m": (1, 64, 256), "qwen3-8b": (1, 64, 256)}
 BACKENDS = ("auto", "triton", "xla")
 
 

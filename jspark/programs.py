@@ -24,8 +24,9 @@ from jspark.checkpoint.cache import cache_dir, make_folder
 from jspark.mask import Mask
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
+from jspark.packing import Layout
 from jspark.propose import Proposal
-from jspark.state import Packet, Slots, StepArgs, admit
+from jspark.state import PackedArgs, PackedPacket, Slots, admit, packet_layout
 from jspark.step import Pools, Sampling, Spec, propose_step, verify_step
 
 
@@ -117,25 +118,36 @@ class Programs:
         """Host arrays on every device of the mesh."""
         return jax.device_put(host, self._replicated)
 
-    def admit(self, slots: Slots, index: Array, values: Slots) -> Slots:
-        """Writes new requests into the slot table (donated)."""
-        return self._call(("admit", len(index)), admit, (0,), self._replicated, slots, index, values)
+    def send(self, host: Any) -> Any:
+        """Host arrays for a program's arguments: one device takes NumPy's with the call, which is quicker."""
+        return self.place(host) if self.mesh.size > 1 else host
+
+    def admit(self, slots: Slots, words: np.ndarray, layout: Layout[tuple[Array, Slots]]) -> Slots:
+        """Writes new requests, packed with their slots' numbers, into the slot table (donated)."""
+
+        def run(slots, words):
+            return admit(slots, *layout.unpack(words))
+
+        return self._call(("admit", layout.size), run, (0,), self._replicated, slots, self.send(words))
 
     def write_row(self, tables: Tables, slot: Array, row: Tables) -> Tables:
         """Writes a new request's entries into the tables (donated)."""
         key = ("row", jax.tree.structure(tables))
         return self._call(key, write_row, (0,), self._replicated, tables, slot, row)
 
-    def propose(self, shape: ProposeShape, pools: Pools, slots: Slots, args: StepArgs, tables: Tables) -> Proposal:
+    def propose(
+        self, shape: ProposeShape, pools: Pools, slots: Slots, args: PackedArgs, tables: Tables
+    ) -> Proposal:
         """Drafts for the rows of a step; reads the drafter's pool."""
 
-        def run(leaves, vocabulary, pool, slots, slot, table, tables):
+        def run(leaves, vocabulary, pool, slots, words, table, tables):
             drafter = jax.tree.unflatten(self._drafter_tree, leaves)
             view = jax.tree.unflatten(self._vocabulary_tree, vocabulary)
+            slot = args.unpack(words, table, None).slot
             call = (self.spec, drafter, view, pool, slots, slot, table, tables)
             return propose_step(*call, sampling=shape.sampling)
 
-        call = (self._drafter, self._vocabulary, pools.drafter, slots, args.slot, args.table, tables)
+        call = (self._drafter, self._vocabulary, pools.drafter, slots, args.words, args.table, tables)
         return self._call(shape, run, (), self._replicated, *call)
 
     def verify(
@@ -143,21 +155,24 @@ class Programs:
         shape: VerifyShape,
         pools: Pools,
         slots: Slots,
-        args: StepArgs,
+        args: PackedArgs,
         proposal: Proposal | None,
         tables: Tables,
         mask: Mask | None = None,
-    ) -> tuple[Pools, Slots, Tables, Packet]:
+    ) -> tuple[Pools, Slots, Tables, PackedPacket]:
         """Runs the target over the packed step and commits; pools, slots and tables are donated."""
+        size = self.spec.block_size if shape.drafts else 0
+        prefill = shape.prefill[0] if shape.prefill else 0
+        layout = packet_layout(shape.rows, size, shape.logprobs, shape.prompt_logprobs, prefill)
 
-        def run(target, drafter, pools, slots, tables, args, proposal, sts, mask):
-            return verify_step(
+        def run(target, drafter, pools, slots, tables, arrays, proposal, sts, mask):
+            *state, packet = verify_step(
                 self.spec,
                 jax.tree.unflatten(self._target_tree, target),
                 jax.tree.unflatten(self._drafter_tree, drafter),
                 pools,
                 slots,
-                args,
+                args.unpack(*arrays),
                 proposal,
                 sts,
                 tables,
@@ -167,10 +182,12 @@ class Programs:
                 logprobs=shape.logprobs,
                 prompt_logprobs=shape.prompt_logprobs,
             )
+            return *state, layout.pack(packet)
 
         placement = (jax.tree.map(lambda x: x.sharding, pools), *(self._replicated,) * 3)
-        call = (self._target, self._drafter, pools, slots, tables, args, proposal, self._sts, mask)
-        return self._call(shape, run, (2, 3, 4), placement, *call)
+        call = (self._target, self._drafter, pools, slots, tables, args.arrays, proposal, self._sts, mask)
+        *state, words = self._call(shape, run, (2, 3, 4), placement, *call)
+        return *state, PackedPacket(words, layout)
 
     def _call(self, key: Any, function: Callable, donated: tuple[int, ...], placement: Any, *args: Any) -> Any:
         compiled = self._compiled.get(key)

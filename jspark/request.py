@@ -152,6 +152,13 @@ class SamplingParams:
         """Any of the three penalties is in use."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
+    @property
+    def coupled(self) -> bool:
+        """The coupled sampler is meant; greedy requests have none."""
+        return self.speculative_sampling == "coupled" or (
+            self.speculative_sampling == "auto" and self.seed is not None
+        )
+
     def continuation(self, i: int) -> SamplingParams:
         """What number `i` of the `n` continuations is, asked for alone."""
         return replace(self, n=1, seed=None if self.seed is None else (self.seed + i) % 2**64)

@@ -6,16 +6,20 @@ Does not know: pages (the host's tables come with each step) or how a step uses 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from jspark.adjust import RowAdjust, neutral
 from jspark.logprobs import Logprobs
+from jspark.packing import Layout
 from jspark.pallas.ragged_attention import Segments, Tiles
 from jspark.sampling import RowSampling
 
@@ -67,8 +71,10 @@ def empty_slots(slots: int, stop_ids: int, carried: tuple[int, DTypeLike] | None
 
 
 def admit(slots: Slots, index: Int[Array, " a"], values: Slots) -> Slots:
-    """The slot table with new requests written at `index`."""
-    return jax.tree.map(lambda x, y: x.at[index].set(y), slots, values)
+    """The slot table with new requests written at `index`; they carry nothing yet."""
+    carried = None if slots.carried is None else slots.carried.at[index].set(0)
+    written = jax.tree.map(lambda x, y: x.at[index].set(y), replace(slots, carried=None), values)
+    return replace(written, carried=carried)
 
 
 @jax.tree_util.register_dataclass
@@ -104,6 +110,39 @@ class StepArgs:
     prefill: Prefill | None
 
 
+@dataclass(frozen=True)
+class PackedArgs:
+    """`StepArgs` as the host sends them: three arrays instead of twenty. NumPy where a call can take that.
+
+    words: all but page table and prefill rows, so its size depends on R alone. prefill: None without such rows.
+    """
+
+    words: Int[Array, " n"]
+    table: Int[Array, "r p"]
+    prefill: Int[Array, " m"] | None
+    layout: Layout[StepArgs]
+    prefill_layout: Layout[Prefill] | None = None
+
+    @classmethod
+    def of(cls, args: StepArgs) -> PackedArgs:
+        """Packs arrays of the host."""
+        layout = Layout(replace(args, table=None, prefill=None))  # type: ignore[arg-type]
+        if args.prefill is None:
+            return cls(layout.blank()[0], args.table, None, layout)  # type: ignore[arg-type]
+        prefill = Layout(args.prefill)
+        return cls(layout.blank()[0], args.table, prefill.blank()[0], layout, prefill)  # type: ignore[arg-type]
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array | None]:
+        """What a program is called with."""
+        return self.words, self.table, self.prefill
+
+    def unpack(self, words: Array, table: Array, prefill: Array | None) -> StepArgs:
+        """The step's arguments from `arrays`, inside a program."""
+        chunks = None if self.prefill_layout is None or prefill is None else self.prefill_layout.unpack(prefill)
+        return replace(self.layout.unpack(words), table=table, prefill=chunks)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Packet:
@@ -123,3 +162,41 @@ class Packet:
     confidence: Float[Array, "r g"]
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+
+
+@cache
+def packet_layout(
+    rows: int, block_size: int, logprobs: int | None, prompt_logprobs: int | None, prefill_rows: int
+) -> Layout[Packet]:
+    """Where the parts of a packet lie in the one buffer that it travels in."""
+
+    def ints(*shape: int) -> np.ndarray:
+        return np.zeros(shape, np.int32)
+
+    def asked(k: int | None, *shape: int) -> Any:
+        if k is None:
+            return None
+        return Logprobs(np.zeros(shape, np.float32), np.zeros((*shape, k), np.float32), ints(*shape, k))  # type: ignore[arg-type]
+
+    width = block_size + 1
+    fields: dict[str, Any] = {
+        "tokens": ints(rows, width),
+        **dict.fromkeys(("count", "accepted", "block_accepted", "window"), ints(rows)),
+        "finished": np.zeros(rows, bool),
+        "confidence": np.zeros((rows, block_size), np.float32),
+        "logprobs": asked(logprobs, rows, width),
+        "prompt_logprobs": asked(prompt_logprobs, prefill_rows),
+    }
+    return Layout(Packet(**fields))
+
+
+@dataclass(frozen=True)
+class PackedPacket:
+    """A packet in one buffer, on its way to the host."""
+
+    words: Int[Array, " n"]
+    layout: Layout[Packet]
+
+    def host(self) -> Any:
+        """The packet with NumPy arrays; waits for them. `finished` is 0 or 1."""
+        return self.layout.view(np.asarray(self.words))

@@ -105,13 +105,14 @@ class Recorder:
 
     def propose(self, shape, pools, slots, args, tables):
         proposal = self.programs.propose(shape, pools, slots, args, tables)
-        rows = slots.take(args.slot)
+        step = args.unpack(*args.arrays)
+        rows = slots.take(step.slot)
         self.steps.append(
             {
                 "anchor": int(rows.anchor[0]),
                 "tokens": np.asarray(proposal.tokens[0]),
                 "confidence": np.asarray(proposal.confidence[0]),
-                "hidden": np.asarray(self.hidden(pools.drafter, slots, args))[0],
+                "hidden": np.asarray(self.hidden(pools.drafter, slots, step))[0],
             }
         )
         return proposal
@@ -119,10 +120,11 @@ class Recorder:
     def verify(self, shape, pools, slots, args, proposal, tables, mask):
         pools, slots, tables, packet = self.programs.verify(shape, pools, slots, args, proposal, tables, mask)
         if proposal is not None:
+            host = packet.host()
             self.steps[-1] |= {
-                "count": int(packet.count[0]),
-                "accepted": int(packet.accepted[0]),
-                "window": int(packet.window[0]),
+                "count": int(host.count[0]),
+                "accepted": int(host.accepted[0]),
+                "window": int(host.window[0]),
             }
         return pools, slots, tables, packet
 

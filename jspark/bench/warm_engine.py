@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jspark.adjust import Tables
 from jspark.engine import Engine
-from jspark.programs import Programs, ProposeShape, VerifyShape, at_least
+from jspark.programs import Programs, ProposeShape, VerifyShape
 from jspark.propose import Proposal
 from jspark.request import Request
 from jspark.sizing import least_tokens
-from jspark.state import Packet, Slots, StepArgs
+from jspark.state import PackedArgs, Slots, StepArgs
 from jspark.step import Pools, Sampling
 
 
@@ -36,13 +38,13 @@ class WarmEngine(Engine):
             self.add(request)
         admitted = self.scheduler.admit(time.perf_counter())
         assert len(admitted) == len(requests)
-        self._place(admitted)
+        self._admit(admitted)
         for running in admitted:
             running.prefilled = len(running.request.prompt) - 1
 
     def launches(self, context: int, rng: np.random.Generator) -> Launches:
         """Direct calls of the programs; the engine itself is of no use afterwards, its pools are donated."""
-        pages = at_least(self._page_steps, self.scheduler.allocator.pages_for(context))
+        pages = self._arguments.pages(context)
         slots = jax.tree.map(np.asarray, self._slots)
         return Launches(self.programs, self._pools, slots, self.config.page_size, pages, context, rng)
 
@@ -85,20 +87,21 @@ class Launches:
         )
         return self.programs.place(table)
 
-    def args(self, tokens: int) -> StepArgs:
+    def args(self, tokens: int) -> PackedArgs:
         """Arguments of a step whose tier is `tokens`, filled."""
         rows = self.rows
-        args = StepArgs(
-            slot=jnp.arange(rows, dtype=jnp.int32),
-            decode=jnp.ones(rows, bool),
-            table=jnp.asarray(self._table),
-            budget=jnp.asarray(tokens - rows, jnp.int32),
-            threshold=jnp.zeros((), jnp.float32),
-            min_window=jnp.zeros(rows, jnp.int32),
-            max_window=jnp.full(rows, self.programs.spec.block_size, jnp.int32),
-            prefill=None,
-        )
-        return self.programs.place(args)
+        fields: dict[str, Any] = {
+            "slot": np.arange(rows, dtype=np.int32),
+            "decode": np.ones(rows, bool),
+            "table": self._table,
+            "budget": np.int32(tokens - rows),
+            "threshold": np.float32(0),
+            "min_window": np.zeros(rows, np.int32),
+            "max_window": np.full(rows, self.programs.spec.block_size, np.int32),
+        }
+        args = PackedArgs.of(StepArgs(**fields, prefill=None))
+        words, table = self.programs.place((args.words, args.table))
+        return replace(args, words=words, table=table)
 
     def proposal(self) -> Proposal | None:
         """A random block with random confidence; None without a drafter."""
@@ -108,17 +111,17 @@ class Launches:
         confidence = jnp.asarray(self._rng.normal(size=shape), jnp.float32)
         return self.programs.place(Proposal(jnp.asarray(self._tokens(shape)), confidence, None))
 
-    def propose(self, slots: Slots, args: StepArgs) -> Proposal:
+    def propose(self, slots: Slots, args: PackedArgs) -> Proposal:
         """Launches the propose program."""
         shape = ProposeShape(self.rows, self.pages, Sampling())
         return self.programs.propose(shape, self._pools, slots, args, Tables())
 
-    def verify(self, tokens: int, slots: Slots, args: StepArgs, proposal: Proposal | None) -> Packet:
+    def verify(self, tokens: int, slots: Slots, args: PackedArgs, proposal: Proposal | None) -> Array:
         """Launches the verify program of the tier `tokens`."""
         tokens = max(tokens, least_tokens(self.programs.mesh))
         shape = VerifyShape(self.rows, self.pages, Sampling(), tokens, proposal is not None, None)
         self._pools, _, _, packet = self.programs.verify(shape, self._pools, slots, args, proposal, Tables())
-        return packet
+        return packet.words
 
     def _tokens(self, shape: int | tuple[int, ...]) -> np.ndarray:
         return self._rng.integers(self._vocab_size, size=shape, dtype=np.int32)

@@ -1,0 +1,200 @@
+"""What the host sends with a step, and with new requests: NumPy arrays, packed into few buffers.
+
+Knows: which arrays a program reads and how rows, page tables and prompt chunks fill them; the ladders of page
+counts and chunk sizes.
+Does not know: what a step should do (scheduler.py, planner.py), or programs (engine.py hands the arrays over).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jspark.budget import Plan
+from jspark.config import EngineConfig
+from jspark.intake import MAX_STOP_IDS
+from jspark.packing import Layout
+from jspark.pallas.ragged_attention import Segments, Tiles
+from jspark.programs import at_least, ladder
+from jspark.scheduler import Chunk, Running, Scheduler, Work
+from jspark.state import PackedArgs, Prefill, Slots, StepArgs, empty_slots
+from jspark.step import Spec
+
+#: Rows of a prefill tile in the attention fallback, when several prompts share a chunk.
+TILE = 32
+
+#: Prefill rows, tiles and rows of a tile: what a program with chunks is made for. Kernels have no tiles.
+PrefillShape = tuple[int, int, int]
+
+
+class Arguments:
+    """Builds the arguments of programs from planned work."""
+
+    def __init__(self, config: EngineConfig, spec: Spec, scheduler: Scheduler):
+        self._scheduler = scheduler
+        self._block_size, self._kernels = spec.block_size, spec.attention.kernels
+        #: Whether every chunk brings the token after each of its rows along.
+        self._chain = spec.drafter is not None and spec.drafter.eagle3 is not None
+        self._vocab_size = spec.target.vocab_size
+        self._dummy = config.max_running_requests
+        self._admissions = ladder(1, config.max_running_requests)
+        most_pages, chunk = scheduler.table.shape[1], config.chunked_prefill_size
+        self.tile = min(TILE, chunk)
+        # The reference gathers whole tables; a kernel reads only what it needs of one.
+        widest = config.single_shapes or self._kernels
+        self._page_steps = ladder(most_pages if widest else max(1, 256 // config.page_size), most_pages)
+        self._chunk_steps = ladder(chunk if config.single_shapes else self.tile, chunk)
+        self.most_tiles = self._tiles(self._chunk_steps[-1])
+        self._admission_layouts: dict[int, Layout[tuple[Any, Slots]]] = {}
+        self._step_layouts: dict[int, Layout[StepArgs]] = {}
+        self._prefill_layouts: dict[Any, Layout[Prefill]] = {}
+
+    def pages(self, tokens: int) -> int:
+        """Columns of the page tables of a program whose rows hold up to `tokens` tokens."""
+        return at_least(self._page_steps, self._scheduler.allocator.pages_for(tokens))
+
+    # ── new requests ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def admission(self, admitted: Sequence[Running]) -> tuple[np.ndarray, Layout[tuple[Any, Slots]]]:
+        """Entries of the slot table, padded to a power of two with the dummy slot."""
+        count = at_least(self._admissions, len(admitted))
+        layout = self._admission_layouts.get(count)
+        if layout is None:
+            index = np.full(count, self._dummy, np.int32)
+            layout = self._admission_layouts[count] = Layout((index, empty_slots(count - 1, MAX_STOP_IDS)))
+        words, (index, values) = layout.blank()
+        for i, running in enumerate(admitted):
+            self._fill(i, running, index, values)
+        return words, layout
+
+    def _fill(self, i: int, running: Running, index: np.ndarray, values: Any) -> None:
+        request, params = running.request, running.request.params
+        index[i] = running.slot
+        values.anchor[i], values.position[i] = running.tokens[-1], running.position
+        values.remaining[i] = running.limit - running.committed
+        values.live[i] = values.fresh[i] = True
+        values.speculative[i] = params.speculative
+        values.stop_ids[i, : len(request.stop_ids)] = request.stop_ids
+        s = values.sampling
+        s.temperature[i], s.top_p[i], s.min_p[i] = params.temperature, params.top_p, params.min_p
+        s.top_k[i] = min(max(params.top_k, 0), self._vocab_size)
+        s.seed[i], s.coupled[i] = running.seed, params.coupled
+        a = values.adjust
+        a.repetition[i], a.presence[i] = params.repetition_penalty, params.presence_penalty
+        a.frequency[i] = params.frequency_penalty
+        a.min_position[i] = len(request.prompt) + params.min_tokens if params.min_tokens else 0
+        a.biased[i], a.worded[i] = bool(params.logit_bias or request.bad_words), bool(request.bad_words)
+
+    # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def step(
+        self, work: Work, count: int, plan: Plan, verify_tokens: int
+    ) -> tuple[PackedArgs, int, PrefillShape | None]:
+        """Arguments of a step with `count` bucketed rows, the page count they look at, and its prefill shape."""
+        rows, decode = work.rows, len(work.decode)
+        layout = self._step_layouts.get(count)
+        if layout is None:
+            layout = self._step_layouts[count] = self._step_layout(count)
+        words, args = layout.blank()
+        args.slot[: len(rows)] = [r.slot for r in rows]
+        args.decode[:decode] = 1
+        args.budget[()], args.threshold[()] = plan.budget, plan.threshold
+        args.min_window[:decode] = plan.min_window
+        if plan.max_window is not None:
+            args.max_window[:decode] = plan.max_window
+        pages = at_least(self._page_steps, self._reach(work))
+        prefill, prefill_layout, shape = self._prefill(work, count, verify_tokens)
+        table: Any = self._scheduler.table[args.slot, :pages]
+        return PackedArgs(words, table, prefill, layout, prefill_layout), pages, shape  # type: ignore[arg-type]
+
+    def _step_layout(self, count: int) -> Layout[StepArgs]:
+        fields: dict[str, Any] = {
+            "slot": np.full(count, self._dummy, np.int32),
+            "decode": np.zeros(count, bool),
+            "budget": np.zeros((), np.int32),
+            "threshold": np.zeros((), np.float32),
+            "min_window": np.zeros(count, np.int32),
+            "max_window": np.full(count, self._block_size, np.int32),
+        }
+        return Layout(StepArgs(**fields, table=None, prefill=None))  # type: ignore[arg-type]
+
+    def _reach(self, work: Work) -> int:
+        """Pages that the step's rows can look at or write to."""
+        pages_for, width = self._scheduler.allocator.pages_for, self._block_size + 1
+        reach = 1
+        for running in work.decode:
+            last = running.position + (running.in_flight + 1) * width
+            reach = max(reach, min(pages_for(last), len(running.pages)))
+        return max([reach, *(pages_for(chunk.stop) for chunk in work.chunks)])
+
+    def _tiles(self, tokens: int) -> int:
+        """Tiles of a program with so many prefill rows: twice what they fill, since prompts end inside tiles."""
+        return 2 * -(-tokens // self.tile)
+
+    def _prefill(
+        self, work: Work, count: int, verify_tokens: int
+    ) -> tuple[np.ndarray | None, Layout[Prefill] | None, PrefillShape | None]:
+        chunks = work.chunks
+        if not chunks:
+            return None, None, None
+        sizes = [c.stop - c.start for c in chunks]
+        needed = sum(-(-size // self.tile) for size in sizes)
+        # Many short prompts need more tiles than their tokens alone would.
+        enough = (s for s in self._chunk_steps if self._kernels or self._tiles(s) >= needed)
+        total = next(s for s in enough if s >= sum(sizes))
+        shape = (total, 0, 0) if self._kernels else (total, self._tiles(total), self.tile)
+        if len(chunks) == 1 and total > self.tile and not self._kernels:
+            # One prompt: its pages are gathered once, not once a tile.
+            shape = (total, 1, total)
+        following = self._chain or any(c.running.request.params.prompt_logprobs is not None for c in chunks)
+        key = (shape, count, following)
+        layout = self._prefill_layouts.get(key)
+        if layout is None:
+            layout = self._prefill_layouts[key] = self._prefill_layout(*key)
+        words, prefill = layout.blank()
+        self._fill_chunks(prefill, work, sizes, verify_tokens)
+        return words, layout, shape
+
+    def _prefill_layout(self, shape: PrefillShape, count: int, following: bool) -> Layout[Prefill]:
+        total, tiles, tile = shape
+
+        def ints(*shape: int) -> Any:
+            return np.zeros(shape, np.int32)
+
+        rectangles = segments = None
+        if self._kernels:
+            segments = Segments(start=ints(count + 1), row=ints(count), length=ints(count), max_rows=total)
+        else:
+            rectangles = Tiles(index=ints(tiles, tile), row=ints(tiles))
+        row: Any = np.full(total, count, np.int32)
+        more = ints(total) if following else None
+        return Layout(Prefill(ints(total), ints(total), row, rectangles, segments, more))
+
+    def _fill_chunks(self, prefill: Any, work: Work, sizes: list[int], verify_tokens: int) -> None:
+        chunks: list[Chunk] = work.chunks
+        row_of = {id(r): i for i, r in enumerate(work.rows)}
+        rows = [row_of[id(c.running)] for c in chunks]
+        ends = np.cumsum(sizes)
+        for chunk, r, end in zip(chunks, rows, ends, strict=True):
+            where = slice(end - (chunk.stop - chunk.start), end)
+            prefill.tokens[where] = chunk.running.tokens[chunk.start : chunk.stop]
+            prefill.positions[where] = np.arange(chunk.start, chunk.stop)
+            prefill.row[where] = r
+            if prefill.following is not None:
+                prefill.following[where] = chunk.running.tokens[chunk.start + 1 : chunk.stop + 1]
+        if prefill.segments is not None:
+            s, n = prefill.segments, len(chunks)
+            s.start[1 : n + 1], s.start[n + 1 :] = ends, ends[-1]
+            s.row[:n], s.length[:n] = rows, [c.stop for c in chunks]
+            return
+        index, tile_row = prefill.tiles.index, prefill.tiles.row
+        tile, used = index.shape[1], 0
+        index[:] = verify_tokens + len(prefill.tokens)
+        for size, r, end in zip(sizes, rows, ends, strict=True):
+            for first in range(0, size, tile):
+                here = min(tile, size - first)
+                index[used, :here] = verify_tokens + end - size + first + np.arange(here)
+                tile_row[used] = r
+                used += 1
