@@ -43,7 +43,7 @@ Command = (
     | Annotated[Bench, subcommand("bench")]
 )
 #: Flags without the names of their groups, lists by repetition, no --no-… twins.
-_STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.UseAppendAction, tyro.conf.FlagCreatePairsOff)
+STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.UseAppendAction, tyro.conf.FlagCreatePairsOff)
 
 
 _SHOW_WARNING = warnings.showwarning
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jspark {jspark.__version__}")
         return 0
     try:
-        command = tyro.cli(Command, args=args, prog="jspark", description=jspark.__doc__, config=_STYLE)
+        command = tyro.cli(Command, args=args, prog="jspark", description=jspark.__doc__, config=STYLE)
         code = command.run()
         sys.stdout.flush()
     except UserError as e:

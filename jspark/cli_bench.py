@@ -6,15 +6,17 @@ Knows: flags and their defaults. Does not know: how anything is measured (bench/
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg, subcommand
 
 from jspark.config import AttentionBackend, DType
 from jspark.errors import UserError
+
+if TYPE_CHECKING:
+    from jspark.bench.load import Settings
 
 
 @dataclass(frozen=True)
@@ -214,22 +216,28 @@ class Training:
 
 @dataclass(frozen=True)
 class Serve:
-    """A server under load: streams, clients that go away, what leaks and what waits."""
+    """A server under load: streams, clients that go away, what leaks and what waits; and how fast it starts."""
 
     url: Annotated[str | None, arg(metavar="URL", help_behavior_hint="(default: start one)")] = None
     """A server of jspark that runs already, such as http://127.0.0.1:30000."""
     server: Annotated[str, arg(metavar="FLAGS")] = "--model-path smollm2-135m"
     """What the server is started with: flags of `jspark serve` in one word."""
-    concurrency: str = "1,8,32"
+    starts: bool = False
+    """First times two starts until the first token: with nothing compiled, and with what the first one left."""
+    engine_alone: bool = False
+    """First puts the same load on an engine without HTTP; answers are then compared with LLM.generate's."""
+    concurrency: Annotated[str, arg(metavar="N,N,…|none")] = "1,8,32"
     """Clients at a time; a run for each."""
     requests: int = 150
     """Requests of a run."""
     cancelled: float = 0.1
     """Share of requests whose client goes away after one to three chunks."""
+    seeded: float = 0.0
+    """Share of prompts that are sampled, at temperature 1 with a seed; the others are greedy."""
     prompts: int = 8
     """Different prompts."""
-    prompt_tokens: int = 32
-    """Tokens of a prompt; they are random."""
+    prompt_tokens: Annotated[str, arg(metavar="N|N-N")] = "32"
+    """Tokens of a prompt, or the fewest and the most; they are random."""
     new_tokens: int = 32
     """Tokens of an answer."""
     seed: int = 0
@@ -243,34 +251,63 @@ class Serve:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
         from jspark.axes import single_device_mesh
-        from jspark.bench import report, serve
+        from jspark.bench import closed_loop, report, serve
+        from jspark.bench.server_process import started, starts
 
         output = None if self.output is None else Path(self.output)
         if output is not None:
             report.check_output(output)
-        for name, value, least in (("requests", self.requests, 1), ("prompts", self.prompts, 1)):
-            if value < least:
-                raise UserError(f"--{name} is {value}; it must be at least {least}")
-        if not 0 <= self.cancelled <= 1:
-            raise UserError(f"--cancelled is {self.cancelled:g}; it must be between 0 and 1")
-        settings = serve.Settings(
-            concurrency=tuple(_numbers(self.concurrency)),
-            requests=self.requests,
-            cancelled=self.cancelled,
-            prompts=self.prompts,
-            prompt_tokens=self.prompt_tokens,
-            new_tokens=self.new_tokens,
-            seed=self.seed,
-        )
-        server = serve.started(self.server) if self.url is None else nullcontext((self.url, None))
-        with server as (address, process):
-            command = report.command_line("jspark bench serve", self)
-            record = report.describe("serve", command, single_device_mesh())
-            record["results"] = results = serve.measure(address, settings, process)
+        settings = self._settings()
+        record = report.describe("serve", report.command_line("jspark bench serve", self), single_device_mesh())
+        record["results"] = results = {
+            "starts": starts(self.server) if self.starts else None,
+            "engine_alone": None,
+            "runs": [],
+        }
+        if settings.concurrency:
+            alone = closed_loop.apart(self.server, settings) if self.engine_alone else None
+            expected = alone["expected"] if alone else None
+            results["engine_alone"] = alone["runs"] if alone else None
+            if self.url is not None:
+                results |= serve.measure(self.url, settings, None, expected)
+            else:
+                with started(self.server) as server:
+                    results |= serve.measure(server.address, settings, server.process, expected)
+        record["results"] = results
         if output is not None:
             report.save(record, output, lambda axes: serve.draw(results, axes))
         serve.show(results)
         return 0
+
+    def _settings(self) -> Settings:
+        from jspark.bench.load import Settings
+
+        for name in ("requests", "prompts", "new_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        for name in ("cancelled", "seeded"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"--{name} is {getattr(self, name):g}; it must be between 0 and 1")
+        clients = () if self.concurrency == "none" else tuple(_numbers(self.concurrency, "--concurrency", "1,64"))
+        if min(clients, default=1) < 1:
+            raise UserError(f"--concurrency {self.concurrency!r} must be numbers of at least 1; correct it")
+        if not clients and not self.starts:
+            raise UserError("--concurrency none leaves nothing to measure; add --starts, or name numbers")
+        if self.url is not None and (self.starts or self.engine_alone):
+            raise UserError("--starts and --engine-alone need a server of their own; drop them, or drop --url")
+        ends = _numbers(self.prompt_tokens.replace("-", ","), "--prompt-tokens", "32 or 1-500")
+        if len(ends) > 2 or min(ends) < 1 or ends != sorted(ends):
+            raise UserError(f"--prompt-tokens {self.prompt_tokens!r} is no length or range; write 32 or 1-500")
+        return Settings(
+            concurrency=clients,
+            requests=self.requests,
+            cancelled=self.cancelled,
+            seeded=self.seeded,
+            prompts=self.prompts,
+            prompt_tokens=(ends[0], ends[-1]),
+            new_tokens=self.new_tokens,
+            seed=self.seed,
+        )
 
 
 @dataclass(frozen=True)
@@ -290,8 +327,8 @@ class Bench:
         return self.what.run()
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(text: str, flag: str = "--rows", example: str = "1,64") -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise UserError(f"--rows {text!r} is no list of numbers; write 1,64") from None
+        raise UserError(f"{flag} {text!r} is no list of numbers; write {example}") from None

@@ -112,6 +112,12 @@ class EngineFlags:
     """Prompt tokens that a step takes in beside the answers in progress."""
     attention_backend: AttentionBackend = "auto"
     """What computes attention; auto is the fastest kernel that serves the model on this device, else XLA."""
+    row_buckets: Annotated[
+        str | None, arg(metavar="R,R,…", help_behavior_hint="(default: a ladder that doubles)")
+    ] = None
+    """Row counts that steps are padded to; fewer mean fewer programs to compile."""
+    single_shapes: bool = False
+    """One bucket each of rows, pages and prefill in place of ladders: few programs, padding in every step."""
     prefix_cache: Annotated[bool, arg(name="radix-cache")] = True
     """Keep the pages of finished answers for later prompts that begin alike."""
 
@@ -269,8 +275,17 @@ def open_llm(
         verify_mode=speculation.verify_mode,
         block_size=size or steps,
         observer=observer,
-        **asdict(engine),
+        **asdict(engine) | {"row_buckets": _row_buckets(engine.row_buckets)},
     )
+
+
+def _row_buckets(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--row-buckets {text!r} is no list of numbers; write 8,64") from None
 
 
 def yes_or_no(answer: Literal["yes", "no"] | None) -> bool | None:

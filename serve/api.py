@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -121,7 +120,12 @@ class Api:
     async def beside(self, function: Callable[..., T], *args: Any, grammar: bool = False) -> T:
         """Runs `function` where it does not hold up other requests. grammar: it may compile one."""
         threads = self._grammar_threads if grammar else self._threads
-        return await asyncio.get_running_loop().run_in_executor(threads, partial(function, *args))
+        result, seconds = await asyncio.get_running_loop().run_in_executor(threads, _timed, function, args)
+        if self.engine.metrics:
+            self.engine.metrics.cpu_seconds["http_workers"] += seconds
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     async def _read(self, request: Request, kind: type[Any]) -> Any:
         body = await read_body(request, self.flags.max_body_bytes)
@@ -204,7 +208,7 @@ class Api:
                         "cache_found_tokens": load.cache_found,
                         "steps": load.steps,
                         "event_loop_lag_max_seconds": metrics.lag_max if metrics else 0.0,
-                        "thread_cpu_seconds": metrics.cpu_seconds if metrics else {},
+                        "cpu_seconds": metrics.cpu_seconds | {"process": time.process_time()} if metrics else {},
                     }
                 ],
             }
@@ -346,6 +350,16 @@ class Generation:
             note["error"] = str(e)
             error = e if isinstance(e, HttpError) else HttpError(400 if isinstance(e, UserError) else 503, str(e))
             yield event(error.body) + DONE
+
+
+def _timed[T](function: Callable[..., T], args: tuple[Any, ...]) -> tuple[T | Exception, float]:
+    """What `function` returns or raises, and the processor time that it took in this thread."""
+    began = time.thread_time()
+    try:
+        result: Any = function(*args)
+    except Exception as e:
+        result = e
+    return result, time.thread_time() - began
 
 
 def _ended(deltas: Any) -> list[tuple[Answer, Output]]:

@@ -5,6 +5,7 @@ Knows: headers and the log. Does not know: routes and bodies.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import queue
@@ -27,6 +28,8 @@ from serve.stream import send_error
 OPEN_PATHS = frozenset({"/health", "/metrics"})
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _MAX_LINES = 10_000
+#: Seconds of one turn of the event loop that go to requests that begin.
+_TURN = 0.02
 
 
 class AccessLog:
@@ -74,12 +77,31 @@ class AccessLog:
             return  # nobody reads any more; lines are lost and counted
 
 
+class _Turns:
+    """Splits the beginnings of many requests at a time over several turns of the event loop."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    async def take(self) -> None:
+        """Returns at once, unless requests that began in this turn have taken their share of it."""
+        while self._since is not None and time.perf_counter() - self._since > _TURN:
+            await asyncio.sleep(0)
+        if self._since is None:
+            self._since = time.perf_counter()
+            asyncio.get_running_loop().call_soon(self._end)
+
+    def _end(self) -> None:
+        self._since = None
+
+
 class Gate:
     """The outermost ASGI application. answered: called with path and status of every request."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], log: AccessLog, answered: Callable[[str, int], None]):
         self._app, self._log, self._answered = app, log, answered
         self._keys = [key.encode() for key in keys]
+        self._turns = _Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets a request through, or answers it."""
@@ -100,6 +122,7 @@ class Gate:
             await send(message)
 
         try:
+            await self._turns.take()
             self._check_key(scope["path"], headers.get("authorization", ""))
             await self._app(scope, receive, reply)
         except ClientGone:

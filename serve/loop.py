@@ -8,6 +8,7 @@ wake-up a step. Does not know: HTTP and JSON, or what the answers are for.
 from __future__ import annotations
 
 import asyncio
+import gc
 import queue
 import threading
 import time
@@ -313,6 +314,8 @@ class DeviceLoop:
             self._tell(self._loaded, llm)
             warm_up(llm)
             self.speculation.forget()
+            # While nobody waits: a full collection looks at every object, of which loading made many.
+            gc.collect()
             self._tell(self._enter, "ready")
             self._serve(llm)
         except BaseException as e:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 1)
 _TOKENS = tuple(2**i for i in range(18))
 #: Share of a step in the recent accept length.
 _RECENT = 0.01
@@ -141,10 +141,10 @@ class Metrics:
         self._answer_sizes = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
         self._lag = histogram("event_loop_lag_seconds", "How late the event loop is, every 20 ms.", _LAGS)
         self.lag_max = 0.0
-        self.cpu_seconds = {"http": 0.0, "engine": 0.0}
+        self.cpu_seconds = {"http": 0.0, "http_workers": 0.0, "engine": 0.0}
         longest = gauge("event_loop_lag_max_seconds", "The longest since the start.")
         longest.labels(**labels).set_function(lambda: self.lag_max)
-        cpu = gauge("thread_cpu_seconds", "Processor time of a thread.", "thread")
+        cpu = gauge("thread_cpu_seconds", "Processor time of the event loop, its helpers, the engine.", "thread")
         for thread in self.cpu_seconds:
             cpu.labels(**labels, thread=thread).set_function(lambda name=thread: self.cpu_seconds[name])
         ProcessCollector(registry=self.registry)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -34,6 +35,8 @@ FAILED_SECONDS = 3.0
 #: Seconds between two lines while the server is not ready.
 PROGRESS_SECONDS = 5.0
 _KEEP_ALIVE = 60
+#: Connections that may wait to be accepted, and how many are in one turn of the event loop.
+_BACKLOG, _ACCEPTED = 2048, 16
 #: Seconds between two looks at how late the event loop is.
 _HEARTBEAT = 0.02
 
@@ -65,8 +68,10 @@ class Server:
             timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=5,
             ws="none",
+            backlog=_ACCEPTED,
         )
         self._uvicorn = _Uvicorn(config)
+        self._own_process = False
         self._ending: asyncio.Task | None = None
         self._heart: asyncio.Task | None = None
         self._progress: asyncio.Task | None = None
@@ -78,6 +83,7 @@ class Server:
             UserError: the model cannot be loaded.
         """
         # uvloop, where it is installed.
+        self._own_process = True
         with asyncio.Runner(loop_factory=self._uvicorn.config.get_loop_factory()) as runner:
             runner.run(self._main(signals=True))
         problem = self.engine.problem
@@ -144,6 +150,9 @@ class Server:
             report = engine.llm.engine.programs.report
             seconds = time.perf_counter() - self._started
             self._heart = asyncio.ensure_future(self._beat())
+            if self._own_process:
+                # What there is now stays: later full collections, which stop all threads, have little to look at.
+                gc.freeze()
             self._say(
                 f"ready after {seconds:.1f} s: {report.programs} programs made ready in {report.seconds:.1f} s, "
                 f"others at their first use; the API is at {self._address}/v1"
@@ -181,7 +190,13 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without signal handlers of its own."""
+    """uvicorn without signal handlers of its own. A crowd at the door waits there, not in the event loop."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        # asyncio takes one number for both.
+        for own in sockets or ():
+            own.listen(_BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self):
@@ -227,7 +242,7 @@ def _listen(host: str, port: int) -> socket.socket:
         found = socket.socket(family[0], socket.SOCK_STREAM)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(family[4])
-        found.listen(2048)
+        found.listen(_BACKLOG)
         found.setblocking(False)
         return found
     except (OSError, UnicodeError) as e:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jspark.bench.serve import started
+from jspark.bench.server_process import started
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -51,8 +51,8 @@ def test_serving():
     lines = "\n".join(blocks("sh")).replace("\\\n", " ").splitlines()
     [serve] = [line.removeprefix("jspark serve ") for line in lines if line.startswith("jspark serve ")]
     [curl] = [line for line in lines if line.startswith("curl ")]
-    with started(serve) as (address, _):
-        asked = curl.replace("http://127.0.0.1:30000", address)
+    with started(serve) as server:
+        asked = curl.replace("http://127.0.0.1:30000", server.address)
         done = subprocess.run(shlex.split(asked), capture_output=True, text=True, timeout=300, check=True)
     events = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line]
     assert events[-1] == "[DONE]"

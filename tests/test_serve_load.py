@@ -1,52 +1,128 @@
 """Long runs against a server process: many streams, generated requests, hostile grammars. All are slow."""
 
+import os
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
+from fuzz_bodies import bodies, regexes, schemas
+from serving import check_shape
 from test_structured import EOS, PIECES
 from text_model import text_model
 
-from jspark.bench.serve import Settings, measure, started
+from jspark.bench.closed_loop import apart
+from jspark.bench.load import Settings
+from jspark.bench.serve import measure
+from jspark.bench.server_process import started
 
 SIZES = "--max-running-requests 32 --context-length 128 --page-size 16"
 
 
 @pytest.fixture(scope="module")
-def server(goldens, tmp_path_factory):
-    """Address and process of a server of the tiny models."""
+def flags(goldens, tmp_path_factory):
+    """Of a server of the tiny models."""
     model = text_model(goldens / "qwen3_tiny", tmp_path_factory.mktemp("load") / "model", PIECES, EOS)
     drafter = goldens / "dspark_qwen3_tiny_vanilla_trained"
-    with started(f"--model-path {model} --speculative-draft-model-path {drafter} {SIZES}") as found:
+    return f"--model-path {model} --speculative-draft-model-path {drafter} {SIZES}"
+
+
+@pytest.fixture(scope="module")
+def server(flags):
+    with started(flags) as found:
         yield found
 
 
-def state(address: str) -> dict:
-    return httpx.get(f"{address}/server_info", timeout=60).json()["internal_states"][0]
+def state(server) -> dict:
+    return httpx.get(f"{server.address}/server_info", timeout=60).json()["internal_states"][0]
+
+
+def assert_free(server) -> None:
+    """No slot, no page and no request is left over."""
+    for _ in range(100):
+        httpx.post(f"{server.address}/flush_cache", timeout=60)
+        after = state(server)
+        if not after["num_live_reqs"] and after["free_pages"] == after["pages"]:
+            return
+        time.sleep(0.1)
+    raise AssertionError(after)
+
+
+def resident(server) -> int:
+    """Bytes of the server's process."""
+    return int(Path(f"/proc/{server.process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.slow
-def test_256_streams_of_which_a_tenth_goes_away(server):
-    address, process = server
+def test_256_streams_of_which_a_tenth_goes_away(flags, server):
     settings = Settings(
-        concurrency=(256,), requests=2000, cancelled=0.1, prompts=16, prompt_tokens=16, new_tokens=24, seed=0
+        concurrency=(256,),
+        requests=2000,
+        cancelled=0.1,
+        seeded=0.5,
+        prompts=32,
+        prompt_tokens=(1, 100),
+        new_tokens=24,
+        seed=0,
     )
-    [run] = measure(address, settings, process)["runs"]
+    expected = apart(flags, replace(settings, concurrency=()))["expected"]
+    [run] = measure(server.address, settings, server.process, expected)["runs"]
     assert (run["wrong"], run["failed"], run["failures"]) == (0, 0, [])
     assert run["whole"] + run["left"] == 2000
     assert 120 < run["left"] < 280
     assert (run["leaked_slots"], run["leaked_pages"]) == (0, 0)
-    grown = run["resident_bytes_after"] - run["resident_bytes_before"]
-    assert grown < 64 << 20, f"memory grew by {grown} bytes"
+    grown = run["resident_bytes_after"] - run["resident_bytes_middle"]
+    assert grown < 32 << 20, f"memory grew by {grown} bytes in the second half"
+
+
+@pytest.mark.slow
+def test_bodies_of_a_fuzzer_are_answered_or_refused(server):
+    before = resident(server)
+    with httpx.Client(base_url=server.address, timeout=60) as client:
+        for path, body in bodies(seed=0, count=1500):
+            answer = client.post(path, content=body)
+            assert answer.status_code in (200, 400, 404, 413, 429), (path, body[:300], answer.text[:300])
+            if answer.status_code != 200:
+                check_shape(answer.json())
+    assert_free(server)
+    assert resident(server) - before < 512 << 20
+
+
+@pytest.mark.slow
+def test_grammars_of_a_fuzzer_are_answered_or_refused(server):
+    before = resident(server)
+    asked = [{"regex": regex} for regex in regexes(seed=0, count=60)]
+    asked += [{"json": schema} for schema in schemas(seed=0, count=60)]
+    body = {"prompt": "abc", "max_tokens": 8, "temperature": 0}
+
+    def ask(outputs: dict) -> tuple[int, str]:
+        answer = httpx.post(
+            f"{server.address}/v1/completions", json=body | {"structured_outputs": outputs}, timeout=300
+        )
+        return answer.status_code, answer.text[:300]
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(ask, asked))
+    for outputs, (status, text) in zip(asked, answers, strict=True):
+        assert status in (200, 400), (str(outputs)[:200], text)
+    assert {status for status, _ in answers} == {200, 400}
+    assert_free(server)
+    assert resident(server) - before < 1 << 30
 
 
 @pytest.mark.slow
 def test_requests_made_from_the_servers_own_description(server):
-    address, _ = server
-    command = [str(Path(sys.executable).parent / "schemathesis"), "run", f"{address}/openapi.json", "--no-color"]
+    command = [
+        str(Path(sys.executable).parent / "schemathesis"),
+        "run",
+        f"{server.address}/openapi.json",
+        "--no-color",
+    ]
     # Values that fit the description can still be refused: no schema says that a prompt fits the context.
     command += ["--checks", "all", "--exclude-checks", "positive_data_acceptance", "--continue-on-failure"]
     command += ["--phases", "examples,coverage,fuzzing", "--max-examples", "25", "--request-timeout", "120"]
@@ -54,8 +130,7 @@ def test_requests_made_from_the_servers_own_description(server):
     command += ["--suppress-health-check", "all"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-5000:]
-    after = state(address)
-    assert (after["num_live_reqs"], after["free_pages"]) == (0, after["pages"])
+    assert_free(server)
 
 
 DEEP: dict = {"type": "object"}
@@ -87,7 +162,7 @@ HOSTILE = [
 
 @pytest.mark.slow
 def test_hostile_grammars_are_served_or_refused_while_others_go_on(server):
-    address, _ = server
+    address = server.address
     body = {"prompt": "abc", "max_tokens": 8, "temperature": 0}
     ended, plain = threading.Event(), []
 
@@ -106,5 +181,4 @@ def test_hostile_grammars_are_served_or_refused_while_others_go_on(server):
         ended.set()
         thread.join()
     assert set(plain) == {200}
-    after = state(address)
-    assert (after["num_live_reqs"], after["free_pages"]) == (0, after["pages"])
+    assert_free(server)

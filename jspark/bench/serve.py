@@ -1,6 +1,7 @@
 """`jspark bench serve`: a server under load, from clients that read streams, and from some that go away.
 
-Knows: how load is made and what is counted at both ends. Does not know: flags (cli_bench.py).
+Knows: clients in a closed loop, and what is read off the server before and after. Does not know: flags
+(cli_bench.py), how requests are drawn (load.py), how servers are started (server_process.py).
 """
 
 from __future__ import annotations
@@ -8,107 +9,81 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
-import re
-import shlex
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from jspark.bench import report
+from jspark.bench.load import Load, Settings, Tally
 from jspark.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-@dataclass(frozen=True)
-class Settings:
-    """concurrency: clients at a time, a run each. cancelled: share of requests that are left after a few chunks.
+def measure(
+    address: str, settings: Settings, process: int | None = None, expected: list[list[int]] | None = None
+) -> report.Record:
+    """Everything about the server that the record's `results` holds (benchmarks/README.md).
 
-    Prompts are random token ids, `prompts` different ones of `prompt_tokens` each; answers are greedy and have
-    `new_tokens`.
+    address: of a server that is ready, without /v1. process: its id, where it runs on this machine. expected: the
+    answers' token ids; None: what the server says when nothing else goes on. Raises UserError when there is no
+    such server.
     """
-
-    concurrency: tuple[int, ...]
-    requests: int
-    cancelled: float
-    prompts: int
-    prompt_tokens: int
-    new_tokens: int
-    seed: int
+    return asyncio.run(_measure(address, settings, process, expected))
 
 
-@dataclass
-class Tally:
-    """What the clients of a run saw. Seconds."""
-
-    whole: int = 0
-    left: int = 0
-    wrong: int = 0
-    failed: list[str] = field(default_factory=list)
-    tokens: int = 0
-    first: list[float] = field(default_factory=list)
-    per_token: list[float] = field(default_factory=list)
-    total: list[float] = field(default_factory=list)
-
-
-def measure(address: str, settings: Settings, process: int | None = None) -> report.Record:
-    """Everything that the record's `results` holds (benchmarks/README.md).
-
-    address: of a server that is ready, without /v1. process: its id, where it runs on this machine. Raises
-    UserError when there is no such server.
-    """
-    return asyncio.run(_measure(address, settings, process))
-
-
-async def _measure(address: str, settings: Settings, process: int | None) -> report.Record:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=max(settings.concurrency))
+async def _measure(
+    address: str, settings: Settings, process: int | None, expected: list[list[int]] | None
+) -> report.Record:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=max(settings.concurrency, default=1))
     async with httpx.AsyncClient(base_url=address, timeout=600, limits=limits) as client:
         try:
             info = (await client.get("/model_info")).json()
             before = await _state(client)
         except (httpx.HTTPError, ValueError, KeyError) as e:
             raise UserError(f"no server of jspark answers at {address} ({e}); start one, or drop --url") from None
-        chance = random.Random(settings.seed)
-        vocabulary = info["vocab_size"]
-        prompts = [
-            [chance.randrange(vocabulary) for _ in range(settings.prompt_tokens)] for _ in range(settings.prompts)
-        ]
-        expected = [await _alone(client, prompt, settings) for prompt in prompts]
+        load = Load(settings, info["vocab_size"])
+        if expected is None:
+            expected = [await _alone(client, _body(load, i)) for i in range(len(load.prompts))]
+        watch = _Watch(client, process)
         runs = []
         for concurrency in settings.concurrency:
             # Compiles what this many rows need, and is not counted.
-            await _run(client, settings, prompts, expected, concurrency, min(2 * concurrency, settings.requests))
-            start, lags, memory = await _state(client), await _lags(client), _memory(process)
+            await _run(client, load, expected, concurrency, min(2 * concurrency, settings.requests))
+            await _settled(client)
+            await watch.begin()
             began = time.perf_counter()
-            tally = await _run(client, settings, prompts, expected, concurrency, settings.requests)
+            half = asyncio.Event()
+            run = _run(client, load, expected, concurrency, settings.requests, half)
+            tally, _ = await asyncio.gather(run, watch.middle(half))
             seconds = time.perf_counter() - began
-            end = await _settled(client)
-            summary = _summary(concurrency, settings, tally, seconds, start, end)
-            runs.append(summary | _late(lags, await _lags(client)) | _memory_of(memory, process))
+            summary = tally.summary(concurrency, settings.requests, seconds)
+            runs.append(summary | await watch.end(seconds, settings.requests))
     return {"settings": vars(settings), "runs": runs, "server": before["server"]}
 
 
-async def _run(client, settings, prompts, expected, concurrency: int, requests: int) -> Tally:
+async def _run(
+    client: httpx.AsyncClient,
+    load: Load,
+    expected: list[list[int]],
+    concurrency: int,
+    requests: int,
+    half: asyncio.Event | None = None,
+) -> Tally:
+    """half: set when half of the requests have been asked for."""
     tally, numbers = Tally(), iter(range(requests))
-    chance = random.Random(settings.seed + concurrency)
-    leave = {i: chance.randrange(1, 4) for i in range(requests) if chance.random() < settings.cancelled}
+    leaves = load.leaves(concurrency, requests)
 
     async def one_client() -> None:
         for i in numbers:
-            which = i % len(prompts)
+            if half is not None and i >= requests // 2:
+                half.set()
+            which = i % len(load.prompts)
             try:
-                await _ask(client, settings, prompts[which], expected[which], leave.get(i), tally)
+                await _ask(client, _body(load, which), expected[which], leaves.get(i), tally)
             except (httpx.HTTPError, ValueError, KeyError) as e:
                 tally.failed.append(f"{type(e).__name__}: {e}"[:200])
 
@@ -116,9 +91,11 @@ async def _run(client, settings, prompts, expected, concurrency: int, requests: 
     return tally
 
 
-async def _ask(client, settings, prompt, expected, leave_after: int | None, tally: Tally) -> None:
+async def _ask(
+    client: httpx.AsyncClient, body: dict[str, Any], expected: list[int], leave_after: int | None, tally: Tally
+) -> None:
     """A streamed request; leave_after: chunks after which the client goes away."""
-    body = _body(prompt, settings) | {"stream": True, "stream_options": {"include_usage": True}}
+    body = body | {"stream": True, "stream_options": {"include_usage": True}}
     began = time.perf_counter()
     tokens: list[int] = []
     first = last = began
@@ -146,25 +123,62 @@ async def _ask(client, settings, prompt, expected, leave_after: int | None, tall
                 return
     if not ended or len(tokens) != len(expected):
         raise ValueError(f"a stream ended after {len(tokens)} of {len(expected)} tokens")
-    tally.whole += 1
-    tally.wrong += tokens != expected
-    tally.tokens += len(tokens)
-    tally.first.append(first - began)
-    tally.total.append(last - began)
-    if len(tokens) > 1:
-        tally.per_token.append((last - first) / (len(tokens) - 1))
+    tally.add(tokens, expected, began, first, last)
 
 
-async def _alone(client: httpx.AsyncClient, prompt: list[int], settings: Settings) -> list[int]:
-    answer = await client.post("/v1/completions", json=_body(prompt, settings))
+async def _alone(client: httpx.AsyncClient, body: dict[str, Any]) -> list[int]:
+    answer = await client.post("/v1/completions", json=body)
     if answer.status_code != 200:
         raise UserError(f"the server refuses the benchmark's requests: {answer.text[:300]}")
     return answer.json()["choices"][0]["token_ids"]
 
 
-def _body(prompt: list[int], settings: Settings) -> dict[str, Any]:
-    more = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    return {"prompt": prompt, "max_tokens": settings.new_tokens, **more}
+def _body(load: Load, which: int) -> dict[str, Any]:
+    return {"prompt": load.prompts[which], "return_token_ids": True} | load.sampling[which]
+
+
+class _Watch:
+    """The server around a run: its counters, its event loop, its memory. process: None where it is elsewhere."""
+
+    def __init__(self, client: httpx.AsyncClient, process: int | None):
+        self._client, self._process = client, process
+        self._middle: int | None = None
+
+    async def begin(self) -> None:
+        """Before the run."""
+        self._state, self._lags = await _state(self._client), await _lags(self._client)
+        self._before = _memory(self._process)
+
+    async def middle(self, half: asyncio.Event) -> None:
+        """When half of the requests have been asked for."""
+        await half.wait()
+        self._middle = _memory(self._process)
+
+    async def end(self, seconds: float, requests: int) -> dict[str, Any]:
+        """What the run did to the server."""
+        memory = _memory(self._process)
+        start, end = self._state, await _settled(self._client)
+        drafts = end["num_drafts"] - start["num_drafts"]
+        accepted = end["num_accepted_tokens"] - start["num_accepted_tokens"]
+        cpu = {k: v - start["cpu_seconds"][k] for k, v in end["cpu_seconds"].items()}
+        http = cpu["http"] + cpu["http_workers"]
+        return {
+            "accept_length": 1 + accepted / drafts if drafts else None,
+            "steps": end["steps"] - start["steps"],
+            "http_cpu_share": http / seconds,
+            "event_loop_cpu_share": cpu["http"] / seconds,
+            "engine_thread_cpu_share": cpu["engine"] / seconds,
+            "http_share_of_process_cpu": http / cpu["process"] if cpu["process"] else None,
+            "http_cpu_ms_per_request": 1e3 * http / requests,
+            "leaked_slots": end["num_running_reqs"] + end["num_queue_reqs"] + end["num_live_reqs"],
+            "leaked_pages": end["pages"] - end["free_pages"],
+            **_late(self._lags, await _lags(self._client)),
+            "event_loop_lag_max_seconds_since_start": end["event_loop_lag_max_seconds"],
+            "resident_bytes_before": self._before,
+            "resident_bytes_middle": self._middle,
+            "resident_bytes_after": memory,
+            "load_average": os.getloadavg()[0],
+        }
 
 
 async def _state(client: httpx.AsyncClient) -> dict[str, Any]:
@@ -182,33 +196,6 @@ async def _settled(client: httpx.AsyncClient) -> dict[str, Any]:
             break
         await asyncio.sleep(0.1)
     return state
-
-
-def _summary(concurrency: int, settings: Settings, tally: Tally, seconds: float, start: Any, end: Any) -> Any:
-    drafts = end["num_drafts"] - start["num_drafts"]
-    accepted = end["num_accepted_tokens"] - start["num_accepted_tokens"]
-    cpu = {k: end["thread_cpu_seconds"][k] - start["thread_cpu_seconds"][k] for k in end["thread_cpu_seconds"]}
-    return {
-        "concurrency": concurrency,
-        "requests": settings.requests,
-        "whole": tally.whole,
-        "left": tally.left,
-        "wrong": tally.wrong,
-        "failed": len(tally.failed),
-        "failures": sorted(set(tally.failed))[:5],
-        "seconds": seconds,
-        "tokens_per_second": tally.tokens / seconds,
-        "requests_per_second": tally.whole / seconds,
-        "first_token_seconds": _spread(tally.first),
-        "token_seconds": _spread(tally.per_token),
-        "total_seconds": _spread(tally.total),
-        "accept_length": 1 + accepted / drafts if drafts else None,
-        "http_cpu_share": cpu["http"] / seconds,
-        "engine_thread_cpu_share": cpu["engine"] / seconds,
-        "http_cpu_ms_per_request": 1e3 * cpu["http"] / settings.requests,
-        "leaked_slots": end["num_running_reqs"] + end["num_queue_reqs"] + end["num_live_reqs"],
-        "leaked_pages": end["pages"] - end["free_pages"],
-    }
 
 
 async def _lags(client: httpx.AsyncClient) -> dict[float, int]:
@@ -231,12 +218,6 @@ def _late(before: dict[float, int], after: dict[float, int]) -> dict[str, Any]:
     }
 
 
-def _spread(values: list[float]) -> dict[str, float] | None:
-    if not values:
-        return None
-    return {f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 99)} | {"mean": float(np.mean(values))}
-
-
 def _memory(process: int | None) -> int | None:
     """Resident bytes of a process; None where it cannot be seen."""
     try:
@@ -246,62 +227,46 @@ def _memory(process: int | None) -> int | None:
         return None
 
 
-def _memory_of(before: int | None, process: int | None) -> dict[str, int | None]:
-    return {"resident_bytes_before": before, "resident_bytes_after": _memory(process)}
-
-
-@contextmanager
-def started(flags: str) -> Iterator[tuple[str, int]]:
-    """Address and process id of a server with these flags, once it is ready; ended at the end."""
-    words = [sys.executable, "-m", "jspark", "serve", *shlex.split(flags), "--port", "0", "--access-log", "none"]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    reader = None
-    try:
-        lines, address = [], None
-        for line in process.stderr:
-            lines.append(line.strip())
-            found = re.search(r"listening on (http://\S+?);", line)
-            address = found[1] if found else address
-            if line.startswith("ready"):
-                break
-        else:
-            raise UserError(f"the server did not start: {lines[-1] if lines else 'it said nothing'}")
-        # Its later lines are few, and must not fill the pipe.
-        reader = threading.Thread(target=process.stderr.read, daemon=True)
-        reader.start()
-        assert address is not None
-        yield address, process.pid
-    finally:
-        process.terminate()
-        process.wait(60)
-        if reader is not None:
-            reader.join(10)
-        process.stderr.close()
-
-
 def draw(results: report.Record, axes: Axes) -> None:
-    """Tokens a second and time to the first token, by concurrency."""
-    runs = results["runs"]
+    """Tokens a second and time to the first token, by concurrency; bars of the starts where nothing else ran."""
+    runs, engine = results["runs"], results["engine_alone"] or []
+    if not runs:
+        _draw_starts(results["starts"], axes)
+        return
     at = [run["concurrency"] for run in runs]
-    axes.plot(at, [run["tokens_per_second"] for run in runs], "o-", label="tokens/s")
+    axes.plot(at, [run["tokens_per_second"] for run in runs], "o-", color="#2a6f97", label="over HTTP")
+    if engine:
+        rates = [run["tokens_per_second"] for run in engine]
+        axes.plot(at, rates, "D:", color="#a9b4c2", label="the engine alone")
     axes.set_xlabel("clients")
     axes.set_ylabel("tokens/s")
     axes.set_xscale("log", base=2)
+    axes.set_xticks(at, [str(n) for n in at])
     axes.set_ylim(bottom=0)
     other = axes.twinx()
     waits = [(run["first_token_seconds"] or {}).get("p50", 0) * 1e3 for run in runs]
-    other.plot(at, waits, "s--", color="tab:orange", label="first token, median")
+    other.plot(at, waits, "s--", color="#d1495b", label="first token, median")
     other.set_ylabel("ms to the first token")
     other.set_ylim(bottom=0)
-    axes.legend(loc="upper left")
-    other.legend(loc="lower right")
+    axes.set_title(f"{results['server']['model_path']}: closed loop, {runs[0]['requests']} requests", loc="left")
+    lines = [*axes.get_lines(), *other.get_lines()]
+    axes.legend(lines, [str(line.get_label()) for line in lines], loc="best", frameon=False)
+
+
+def _draw_starts(starts: Any, axes: Axes) -> None:
+    for name, color in (("first_token", "#a9b4c2"), ("ready", "#2a6f97"), ("listening", "#d1495b")):
+        seconds = [start[f"{name}_seconds"] for start in starts.values()]
+        axes.barh(list(starts), seconds, height=0.5, color=color, label=name.replace("_", " "))
+    axes.set_xlabel("seconds from the start of the process")
+    axes.set_title("Start of a server", loc="left")
+    axes.legend(frameon=False)
 
 
 def show(results: report.Record) -> None:
-    """A table of the runs."""
+    """Tables of the runs and the starts."""
     rows = []
-    for run in results["runs"]:
+    alone = results["engine_alone"] or [None] * len(results["runs"])
+    for run, engine in zip(results["runs"], alone, strict=True):
         first, token = run["first_token_seconds"] or {}, run["token_seconds"] or {}
         rows.append(
             [
@@ -309,6 +274,7 @@ def show(results: report.Record) -> None:
                 f"{run['whole']} + {run['left']}",
                 str(run["wrong"] + run["failed"]),
                 f"{run['tokens_per_second']:.1f}",
+                "" if engine is None else f"{engine['tokens_per_second']:.1f}",
                 f"{first.get('p50', 0) * 1e3:.0f} / {first.get('p99', 0) * 1e3:.0f}",
                 f"{token.get('p50', 0) * 1e3:.1f} / {token.get('p99', 0) * 1e3:.1f}",
                 f"{run['http_cpu_share']:.0%}",
@@ -316,11 +282,18 @@ def show(results: report.Record) -> None:
                 f"{run['leaked_slots']} / {run['leaked_pages']}",
             ]
         )
-    header = ["clients", "whole + left", "bad", "tokens/s", "first ms p50 / p99", "token ms p50 / p99"]
-    header += ["HTTP CPU", "late", "leaked slots / pages"]
+    header = ["clients", "whole + left", "bad", "tokens/s", "engine alone", "first ms p50 / p99"]
+    header += ["token ms p50 / p99", "HTTP CPU", "late", "leaked slots / pages"]
     notes = [
-        "HTTP CPU: processor time of the server's event loop over wall time; late: looks at that loop, of all"
+        "HTTP CPU: processor time of the server's event loop and its helpers over wall time; late: looks at that "
+        "loop, of all, that found it more than 250 ms late"
     ]
-    notes[0] += ", that found it more than 250 ms late"
     failures = sorted({f for run in results["runs"] for f in run["failures"]})
-    report.show("serving over HTTP", header, rows, [*notes, *failures])
+    if rows:
+        report.show("serving over HTTP", header, rows, [*notes, *failures])
+    if results["starts"]:
+        rows = [
+            [name, *(f"{start[f'{what}_seconds']:.1f}" for what in ("listening", "ready", "first_token"))]
+            for name, start in results["starts"].items()
+        ]
+        report.show("seconds from the start", ["cache", "listening", "ready", "first token"], rows, [])
