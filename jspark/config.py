@@ -13,6 +13,7 @@ from jspark.errors import UserError
 
 Algorithm = Literal["NONE", "DFLASH", "DSPARK", "EAGLE3"]
 DType = Literal["float32", "bfloat16"]
+LoadFormat = Literal["auto", "dummy"]
 AttentionBackend = Literal["auto", "mosaic", "triton", "xla"]
 VerifyMode = Literal["static", "compact", "cap-accept"]
 

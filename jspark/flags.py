@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import arg
 
 from jspark.calibration import read_temperatures
-from jspark.config import Algorithm, AttentionBackend, DType, EngineConfig, VerifyMode
+from jspark.config import Algorithm, AttentionBackend, DType, EngineConfig, LoadFormat, VerifyMode
 from jspark.errors import UserError
 from jspark.request import Sampler, SamplingParams
 from jspark.structured import StructuredOutputs
@@ -46,6 +46,8 @@ class ModelFlags:
     """Branch, tag or commit of a model of the Hub."""
     offline: bool = False
     """Fetches nothing: models come from the disk. HF_HUB_OFFLINE and JSPARK_OFFLINE do the same."""
+    load_format: LoadFormat = "auto"
+    """auto reads the weights; dummy takes random ones, so that a folder with config.json alone can be timed."""
     served_model_name: Annotated[
         str | None, arg(metavar="NAME", help_behavior_hint="(default: the checkpoint's)")
     ] = None
@@ -257,6 +259,7 @@ def open_llm(
         revision=model.revision,
         draft_revision=speculation.speculative_draft_model_revision,
         offline=model.offline,
+        load_format=model.load_format,
         served_model_name=model.served_model_name,
         chat_template=model.chat_template,
         draft_anchor_predicts=yes_or_no(speculation.draft_anchor_predicts),

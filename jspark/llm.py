@@ -27,7 +27,7 @@ from jspark.answer import Answer, Delta, Output
 from jspark.budget import Full, Policy, Threshold, parse_policy
 from jspark.calibration import Temperatures, read_temperatures
 from jspark.chat_template import read_template
-from jspark.config import Algorithm, DType, EngineConfig, VerifyMode
+from jspark.config import Algorithm, DType, EngineConfig, LoadFormat, VerifyMode
 from jspark.engine import Engine
 from jspark.errors import UserError
 from jspark.grammar import Grammar, Grammars
@@ -49,7 +49,8 @@ class LLM:
     model: a folder, a GGUF file, a built-in name, a Hub id (org/name, org/name@revision, org/name:FILE.gguf), or
     a `Target` that other LLMs share. draft: a drafter's folder or Hub id, or "untrained" for one of random
     weights. speculative_algorithm: follows from the drafter when not given. revision, draft_revision: of models
-    of the Hub. offline: nothing is fetched. served_model_name: in outputs; the checkpoint's name when not given.
+    of the Hub. offline: nothing is fetched. load_format: "dummy" gives the target random weights, to time shapes
+    of which only config.json is at hand. served_model_name: in outputs; the checkpoint's name when not given.
     chat_template: a file to use in place of the checkpoint's. draft_anchor_predicts: whether the drafter's row 0
     predicts, for checkpoints that do not say so. draft_probe: a trial answer that warns when hardly any draft is
     accepted. dtype: float32 on the CPU and bfloat16 elsewhere when not given.
@@ -73,6 +74,7 @@ class LLM:
         revision: str | None = None,
         draft_revision: str | None = None,
         offline: bool = False,
+        load_format: LoadFormat = "auto",
         served_model_name: str | None = None,
         chat_template: str | PathLike[str] | None = None,
         draft_anchor_predicts: bool | None = None,
@@ -114,16 +116,28 @@ class LLM:
         template = None if chat_template is None else read_template(chat_template)
         programs.use_compilation_cache()
         if not isinstance(model, Target):
-            model = load_target(fspath(model), dtype, mesh, draft=found, revision=revision, offline=offline)
+            model = load_target(
+                fspath(model),
+                dtype,
+                mesh,
+                draft=found,
+                revision=revision,
+                offline=offline,
+                load_format=load_format,
+            )
         elif revision is not None:
             raise UserError(
                 "the target is loaded already, so a revision of it cannot be chosen; drop the revision"
             )
+        elif load_format != "auto":
+            raise UserError("the target is loaded already, so how to load it cannot be chosen; drop load_format")
         elif dtype not in (None, model.dtype) or mesh not in (None, model.mesh):
             raise UserError("the target is loaded already; its dtype and mesh cannot be changed, load it again")
         self.target = model if template is None else model.with_chat_template(template, str(chat_template))
         self.served_model_name = served_model_name or model.name
         self.algorithm: Algorithm = found.algorithm if found else "NONE"
+        #: The drafter's name; None without one.
+        self.draft_name = found.name if found else None
         self._drafter = load_drafter(found, model, seed or 0) if found else None
         self._config = EngineConfig(dtype=model.dtype, **engine)
         self._engine: Engine | None = None

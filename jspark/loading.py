@@ -19,7 +19,15 @@ from jspark import axes, weights
 from jspark.checkpoint import DrafterCheckpoint, open_drafter, open_target
 from jspark.checkpoint.builtin import BUILTIN
 from jspark.checkpoint.shipped import shipped_drafter
-from jspark.config import Algorithm, DecoderConfig, DrafterConfig, DType, check_drafter_fits, with_layer_ids
+from jspark.config import (
+    Algorithm,
+    DecoderConfig,
+    DrafterConfig,
+    DType,
+    LoadFormat,
+    check_drafter_fits,
+    with_layer_ids,
+)
 from jspark.errors import UserError
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
@@ -98,6 +106,11 @@ class Draft:
     checkpoint: DrafterCheckpoint | None
     calibration: Path | None = None
 
+    @property
+    def name(self) -> str:
+        """Of the checkpoint; a name of its own for random weights."""
+        return self.checkpoint.name if self.checkpoint else UNTRAINED
+
 
 def find_drafter(
     spec: str | None,
@@ -157,16 +170,20 @@ def load_target(
     draft: Draft | None = None,
     revision: str | None = None,
     offline: bool = False,
+    load_format: LoadFormat = "auto",
 ) -> Target:
     """The target that `spec` names, its weights on `mesh` (one device by default).
 
     dtype: None is float32 on the CPU and bfloat16 elsewhere. draft: refused before any weights are read where
-    it was made for another target. revision, offline: see `checkpoint.find`. Raises UserError for what cannot be
-    loaded.
+    it was made for another target. revision, offline: see `checkpoint.find`. load_format: "dummy" takes random
+    weights, so that a folder with config.json will do. Raises UserError for what cannot be loaded.
     """
     if dtype not in (None, *get_args(DType)):
         raise UserError(f"dtype is {dtype!r}; it must be {' or '.join(get_args(DType))}")
-    checkpoint = open_target(spec, revision, offline)
+    if load_format not in get_args(LoadFormat):
+        raise UserError(f"load_format is {load_format!r}; it must be {' or '.join(get_args(LoadFormat))}")
+    dummy = load_format == "dummy"
+    checkpoint = open_target(spec, revision, offline, weights=not dummy)
     if draft and draft.checkpoint:
         check_drafter_fits(draft.checkpoint.config, checkpoint.config)
         if draft.checkpoint.verifier:
@@ -174,10 +191,13 @@ def load_target(
     mesh = mesh or _default_mesh()
     if dtype is None:
         dtype = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"
+    config = checkpoint.config
     return Target(
         name=checkpoint.name,
-        config=checkpoint.config,
-        model=weights.load_decoder(checkpoint, checkpoint.config, jnp.dtype(dtype), mesh),
+        config=config,
+        model=weights.random_decoder(config, jnp.dtype(dtype), mesh)
+        if dummy
+        else weights.load_decoder(checkpoint, config, jnp.dtype(dtype), mesh),
         tokenizer=checkpoint.tokenizer(),
         tokenizer_problem=checkpoint.tokenizer_problem(),
         dtype=dtype,

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import jspark
-from jspark.answer import Answer, Output
+from jspark.answer import Answer, Delta, Output
 from jspark.errors import UserError
 from jspark.llm import LLM
 from serve.chat import prompt_ids
@@ -173,6 +173,7 @@ class Api:
                 "version": jspark.__version__,
                 "model_path": llm.target.name,
                 "served_model_name": self.model,
+                "speculative_draft_model_path": llm.draft_name,
                 "speculative_algorithm": None if llm.algorithm == "NONE" else llm.algorithm,
                 "speculative_num_draft_tokens": llm.engine.block_size,
                 "verify_mode": config.verify_mode,
@@ -231,7 +232,7 @@ class Api:
 
     async def _description(self, request: Request) -> Response:
         if self._openapi is None:
-            self._openapi = to_json(describe(bool(self.flags.keys)))
+            self._openapi = await self.beside(lambda: to_json(describe(bool(self.flags.keys))))
         return Response(self._openapi, media_type="application/json")
 
     # ── text and tokens ───────────────────────────────────────────────────────────────────────────────────────
@@ -242,15 +243,15 @@ class Api:
         self.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise HttpError(400, "prompt and messages: one of them must be given; correct it", param="prompt")
+        return await self.beside(self._tokens, llm, body)
+
+    def _tokens(self, llm: LLM, body: TokenizeRequest) -> Response:
         if body.prompt is None:
-            tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-            ids = await self.beside(prompt_ids, llm, body, tools)
+            ids = prompt_ids(llm, body, [tool.model_dump(exclude_none=True) for tool in body.tools or ()])
         else:
-            tokenizer = llm.target.need_tokenizer("a text")
-            special = body.add_special_tokens is not False
-            ids = await self.beside(tokenizer.encode, body.prompt, special)
-        texts = self.texts()
-        strings = [texts.text(i) for i in ids] if body.return_token_strs and texts else None
+            ids = llm.target.need_tokenizer("a text").encode(body.prompt, body.add_special_tokens is not False)
+        texts = self.texts() if body.return_token_strs else None
+        strings = [texts.text(i) for i in ids] if texts else None
         length = llm.engine.config.context_length
         return _json({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings})
 
@@ -258,7 +259,7 @@ class Api:
         body: DetokenizeRequest = await self._read(request, DetokenizeRequest)
         self.check_model(body.model)
         tokenizer = self.engine.llm.target.need_tokenizer("a text")
-        return _json({"prompt": await self.beside(tokenizer.decode, body.tokens, False)})
+        return await self.beside(lambda: _json({"prompt": tokenizer.decode(body.tokens, False)}))
 
 
 class Generation:
@@ -303,11 +304,11 @@ class Generation:
         engine.submit(call)
         try:
             if body.stream:
-                await send_events(send, self._events(call, writer, note))
+                await send_events(send, self._events(call, writer, note, _many_figures(job)))
             else:
                 outputs = [pair async for deltas in call.deltas() for pair in _ended(deltas)]
                 _note(note, call, [output for _, output in outputs])
-                await send_bytes(send, 200, to_json(writer.whole(outputs)))
+                await send_bytes(send, 200, await api.beside(lambda: to_json(writer.whole(outputs))))
         except UserError as e:
             raise as_http(e) from None
         finally:
@@ -322,12 +323,17 @@ class Generation:
         except UserError as e:
             raise as_http(e) from None
 
-    async def _events(self, call: Call, writer: Any, note: dict[str, Any]) -> AsyncIterator[bytes]:
+    async def _events(self, call: Call, writer: Any, note: dict[str, Any], beside: bool) -> AsyncIterator[bytes]:
+        """What is sent, piece by piece. beside: writing a piece takes long enough to hold up others."""
+
+        def written(deltas: list[tuple[Answer, Delta]]) -> bytes:
+            return b"".join(event(chunk) for answer, delta in deltas for chunk in writer.chunks(answer, delta))
+
         begun, outputs = False, []
         try:
             async for deltas in call.deltas():
                 outputs += [output for _, output in _ended(deltas)]
-                data = b"".join(event(chunk) for answer, delta in deltas for chunk in writer.chunks(answer, delta))
+                data = await self._api.beside(written, deltas) if beside else written(deltas)
                 if data:
                     begun = True
                     yield data
@@ -349,6 +355,11 @@ def _ended(deltas: Any) -> list[tuple[Answer, Output]]:
         if output.finish_reason == "abort":
             raise HttpError(400, f"the answer broke off: {output.stop_reason}", param="structured_outputs")
     return ended
+
+
+def _many_figures(job: Job) -> bool:
+    """Whether log-probabilities are written, many for each token."""
+    return job.params.logprobs is not None or job.params.prompt_logprobs is not None
 
 
 def _note(note: dict[str, Any], call: Call, outputs: list[Output]) -> None:

@@ -110,6 +110,8 @@ def generate_job(body: GenerateRequest) -> Job:
 
 
 def _shared(body: Sampled) -> dict[str, Any]:
+    if body.stream_options is not None and not body.stream:
+        raise HttpError(400, "stream_options needs stream: true; add it, or drop them", param="stream_options")
     given = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
     given |= _bias(body.logit_bias)
     if body.disable_speculative_decoding:

@@ -296,7 +296,7 @@ class GenerateRequest(Body):
     return_routed_experts: Annotated[Any, Only(None, False)] = None
     token_ids_logprob: Annotated[Any, Only(None)] = None
     session_params: Annotated[Any, Only(None)] = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[Any, Only(None)] = None
 
 
 class TokenizeRequest(Body):

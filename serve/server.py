@@ -191,7 +191,9 @@ class _Uvicorn(uvicorn.Server):
 def describe(llm: LLM) -> list[str]:
     """What is served, in a few lines."""
     engine, config = llm.engine, llm.engine.config
-    drafter = "no drafter" if llm.algorithm == "NONE" else f"{llm.algorithm}, γ {engine.block_size}"
+    drafter = "no drafter"
+    if llm.draft_name is not None:
+        drafter = f"drafter {llm.draft_name} ({llm.algorithm}, γ {engine.block_size})"
     gib = engine.kv_bytes / 2**30
     return [
         f"model {llm.served_model_name} ({llm.target.config.model_type}, {config.dtype}) · {drafter} · "

@@ -11,12 +11,71 @@ from dataclasses import replace
 
 import httpx
 import openai
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.shared import ErrorObject
+from pydantic import BaseModel
 
 from jspark.llm import LLM
 from serve.server import Server
 from serve.settings import ServerFlags
 
 FLAGS = ServerFlags(port=0, access_log="none")
+#: What is ours beyond the OpenAI API, by the type that has it; vLLM and SGLang have the same.
+EXTRAS = {
+    "Completion": {"metrics", "sglext"},
+    "CompletionChoice": {"stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs"},
+    "ChatCompletion": {"metrics", "sglext", "prompt_token_ids", "prompt_logprobs"},
+    "ChatCompletionChunk": {"metrics", "sglext"},
+    "Choice": {"stop_reason", "token_ids"},
+}
+KINDS = {"text_completion": Completion, "chat.completion": ChatCompletion}
+KINDS |= {"chat.completion.chunk": ChatCompletionChunk}
+
+
+def check_shape(body: dict) -> BaseModel:
+    """The body as the openai package types it: every required field, no other types, no fields that it lacks."""
+    if "error" in body:
+        assert set(body) == {"error"}
+        found = ErrorObject.model_validate(body["error"], strict=True)
+        assert found.message
+    else:
+        found = KINDS[body["object"]].model_validate(_without_nulls(body), strict=True)
+    for part in _parts(found):
+        unknown = set(part.model_extra or ()) - EXTRAS.get(type(part).__name__, set())
+        assert not unknown, f"{type(part).__name__} has no {unknown}"
+    return found
+
+
+def check_chunk(chunk: dict) -> BaseModel:
+    """The same of a chunk. The package's type of completions does not know that the reason comes last."""
+    if chunk.get("object") == "text_completion":
+        choices = [c | {"finish_reason": c["finish_reason"] or "stop"} for c in chunk["choices"]]
+        chunk = chunk | {"choices": choices}
+    return check_shape(chunk)
+
+
+def _without_nulls(body: dict) -> dict:
+    """An echo's first token has no log-probability, which the package's type of completions does not know."""
+    choices = []
+    for choice in body["choices"]:
+        logprobs = choice.get("logprobs")
+        if body["object"] == "text_completion" and logprobs and logprobs["token_logprobs"][:1] == [None]:
+            first = {"token_logprobs": 0.0, "top_logprobs": {}}
+            logprobs = logprobs | {name: [v, *logprobs[name][1:]] for name, v in first.items()}
+            choice = choice | {"logprobs": logprobs}
+        choices.append(choice)
+    return body | {"choices": choices}
+
+
+def _parts(value: object) -> Iterator[BaseModel]:
+    if isinstance(value, BaseModel):
+        yield value
+        for name in type(value).model_fields:
+            yield from _parts(getattr(value, name))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _parts(one)
 
 
 class Running:

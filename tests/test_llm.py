@@ -468,3 +468,17 @@ def test_a_headless_drafter_goes_by_both_names(goldens, dspark):
 def test_a_loaded_target_keeps_its_dtype(dspark):
     with pytest.raises(UserError, match="its dtype and mesh cannot be changed"):
         LLM(dspark.target, dtype="bfloat16")
+
+
+def test_random_weights_need_only_a_configuration(goldens, tmp_path):
+    (tmp_path / "config.json").write_bytes((goldens / "qwen3_tiny" / "config.json").read_bytes())
+    with pytest.raises(UserError, match="safetensors"):
+        LLM(tmp_path)
+    llm = LLM(tmp_path, "untrained", load_format="dummy", **SIZES)
+    assert (llm.draft_name, llm.algorithm) == ("untrained", "DSPARK")
+    [output] = llm.generate([1, 2], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    assert len(output.output_ids) == 4
+    with pytest.raises(UserError, match="loaded already"):
+        LLM(llm.target, load_format="dummy", **SIZES)
+    with pytest.raises(UserError, match="auto or dummy"):
+        LLM(tmp_path, load_format="gguf", **SIZES)  # type: ignore[arg-type]

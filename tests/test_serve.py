@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -9,17 +11,18 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from openai.types import Completion, Model
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types import Model
+from openai.types.chat import ChatCompletionChunk
 from openai.types.shared import ErrorObject
 from prometheus_client.parser import text_string_to_metric_families
-from serving import client_of, events, running
+from serving import check_chunk, check_shape, client_of, events, running
 from test_llm import BEGINNING, EOS, PIECES, SIZES, golden
 from text_model import text_model
 
 from jspark import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, seed=11, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(n=3, seed=7, max_tokens=12)
 LOGPROBS = SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=2, echo=True)
 CHAT = [{"role": "user", "content": "abc"}]
@@ -42,6 +45,7 @@ def wanted(llm, prompts):
     return {
         "greedy": llm.generate(prompts, GREEDY),
         "seeded": llm.generate(["abc", "b"], SEEDED),
+        "sampled": llm.generate(prompts, SAMPLED),
         "logprobs": llm.generate("abc", LOGPROBS)[0],
         "chat": llm.chat(CHAT, GREEDY)[0],
     }
@@ -80,8 +84,14 @@ def greedy(prompt, **more) -> dict:
 
 
 def test_answers_under_load_are_those_of_generate(server, wanted, prompts):
+    """Greedy and seeded ones, streamed and whole, more than there are slots."""
+    greedy_ids = [o.output_ids for o in wanted["greedy"]]
+    seeded_ids = [o.output_ids for o in wanted["sampled"]]
+
     def ask(i: int) -> list[int]:
         body = greedy(prompts[i % 4], return_token_ids=True)
+        if i % 3 == 0:
+            body |= {"temperature": 0.8, "seed": 11, "max_tokens": 12}
         if i % 2:
             chunks = stream(server, "/v1/completions", **body)
             return [t for c in chunks for choice in c["choices"] for t in choice["token_ids"]]
@@ -89,7 +99,7 @@ def test_answers_under_load_are_those_of_generate(server, wanted, prompts):
 
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(ask, range(24)))
-    assert answers == [wanted["greedy"][i % 4].output_ids for i in range(24)]
+    assert answers == [(greedy_ids if i % 3 else seeded_ids)[i % 4] for i in range(24)]
 
 
 def test_seeded_continuations_are_those_of_generate(client, wanted):
@@ -284,6 +294,7 @@ def test_generate_as_sglang_has_it(server, prompts, wanted):
             "0 to 20",
         ),
         ("/v1/chat/completions", {"messages": CHAT, "tool_choice": "auto"}, 400, "tool_choice", "without tools"),
+        ("/generate", {"text": "a", "stream_options": {}}, 400, "stream_options", "not supported"),
         ("/generate", {"sampling_params": {}}, 400, "text", "must be given"),
         ("/tokenize", {}, 400, "prompt", "must be given"),
         ("/v1/embeddings", {"input": "a"}, 404, None, "does not exist"),
@@ -416,16 +427,54 @@ def test_requests_are_logged_without_their_text(server):
     assert "hidden" not in Path(log).read_text(encoding="utf-8")
 
 
-def test_every_answer_fits_the_clients_types(server):
-    chat = post(server, "/v1/chat/completions", messages=CHAT, temperature=0, max_tokens=4).json()
-    ChatCompletion.model_validate(chat, strict=True)
-    done = post(server, "/v1/completions", prompt="abc", temperature=0, max_tokens=4).json()
-    Completion.model_validate(done, strict=True)
-    for chunk in stream(server, "/v1/completions", prompt="abc", temperature=0, max_tokens=4):
-        for choice in chunk["choices"]:
-            # In a stream the reason comes last, which the package's type of completions does not know.
-            choice["finish_reason"] = choice["finish_reason"] or "stop"
-        Completion.model_validate(chunk, strict=True)
+LOGGED: dict = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True, "prompt_logprobs": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": CHAT}),
+        ("/v1/chat/completions", {"messages": CHAT} | LOGGED),
+        ("/v1/chat/completions", {"messages": CHAT, "n": 2, "temperature": 1, "seed": 1}),
+        ("/v1/chat/completions", {"messages": CHAT, "stop": "A", "return_spec_tokens_details": True}),
+        ("/v1/completions", {"prompt": "abc", "echo": True, "logprobs": 2, "return_token_ids": True}),
+        ("/v1/completions", {"prompt": ["abc", "b"], "n": 2, "temperature": 1, "seed": 1}),
+        ("/v1/completions", {"prompt": [[1, 2], [3]], "return_spec_tokens_details": True}),
+    ],
+)
+def test_every_answer_fits_the_clients_types(server, path, body):
+    body = {"temperature": 0, "max_tokens": 4} | body
+    check_shape(post(server, path, **body).json())
+    for options in ({}, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}):
+        chunks = stream(server, path, **body, stream_options=options)
+        for chunk in chunks:
+            check_chunk(chunk)
+            if "continuous_usage_stats" in options:
+                assert chunk["usage"]["total_tokens"] > 0
+        assert ("metrics" in chunks[-1]) == ("include_usage" in options)
+
+
+def test_errors_fit_the_clients_types(server):
+    for path, body in (("/v1/completions", {}), ("/v1/completions", {"prompt": 1}), ("/nowhere", {})):
+        check_shape(post(server, path, **body).json())
+    check_shape(httpx.get(f"{server.address}/v1/chat/completions").json())
+
+
+def test_curl_reads_a_stream(server, wanted):
+    """The README's client, as it is."""
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("curl is not installed")
+    body = {"messages": CHAT, "temperature": 0, "max_tokens": 24, "ignore_eos": True, "stream": True}
+    words = ["-sSN", f"{server.address}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    done = subprocess.run(
+        [curl, *words, "-d", json.dumps(body)], capture_output=True, text=True, timeout=60, check=True
+    )
+    lines = [line for line in done.stdout.split("\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks) == wanted["chat"].text
 
 
 def test_flags_are_checked():

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import httpx
 import openai
 import pytest
-from serving import FLAGS, client_of, events, running
+from serving import FLAGS, check_shape, client_of, events, running
 from test_llm import EOS, PIECES, SIZES
 from text_model import text_model
 
@@ -102,7 +102,7 @@ def test_a_client_that_leaves_frees_its_rows_and_pages(llm, tmp_path):
         # Several answers at a time, some of them still waiting; then one that waits for a slot.
         with raw(run, LONG | {"n": 2, "prompt": ["abc", "b"], "temperature": 1}):
             run.wait(lambda: engine.live == 4 and engine.load.running == 2)
-            with raw(run, LONG):
+            with raw(run, LONG | {"stream": True}):
                 run.wait(lambda: engine.live == 5)
             run.wait(lambda: engine.live == 4)
         run.assert_free()
@@ -138,6 +138,7 @@ def test_a_full_queue_refuses_with_429(llm):
                 client.completions.create(model="model", prompt="abc")
             assert int(full.value.response.headers["retry-after"]) >= 1
             assert full.value.code == "queue_full"
+            check_shape(full.value.response.json())
             refused = httpx.post(f"{run.address}/v1/completions", json=LONG | {"stream": True})
             assert refused.status_code == 429
             assert [b.result().status_code for b in busy] == [200] * 3
@@ -173,9 +174,10 @@ def test_limits_of_bodies_prompts_and_time(llm):
         with slow(llm, 0.1):
             late = httpx.post(url, json=LONG, timeout=30)
             assert (late.status_code, late.json()["error"]["type"]) == (408, "timeout_error")
+            check_shape(late.json())
             with httpx.stream("POST", url, json=LONG | {"stream": True}, timeout=30) as response:
                 last = events(response)[-2:]
-            assert "0.5 seconds" in json.loads(last[0])["error"]["message"]
+            assert "0.5 seconds" in check_shape(json.loads(last[0])).message  # type: ignore[attr-defined]
             assert last[1] == "[DONE]"
             run.assert_free()
 
@@ -247,8 +249,12 @@ def test_shutting_down_does_not_wait_forever(llm):
             list(pieces)
 
 
-def test_a_dead_engine_is_told_to_all(llm, goldens, capfd):
+def test_a_dead_engine_is_told_to_all(llm, goldens, capfd, monkeypatch):
     own = LLM(llm.target, str(goldens / "dspark_qwen3_tiny_vanilla_trained"), **SIZES)
+
+    def broken():
+        raise RuntimeError("the device is lost")
+
     with running(own) as run, slow(own), client_of(run) as client:
         with ThreadPoolExecutor(2) as pool:
             waiting = pool.submit(httpx.post, f"{run.address}/v1/completions", json=LONG, timeout=60)
@@ -256,17 +262,46 @@ def test_a_dead_engine_is_told_to_all(llm, goldens, capfd):
             next(iter(pieces))
             run.wait(lambda: run.server.engine.load.running == 2)
 
-            def broken():
-                raise RuntimeError("the device is lost")
-
             own.engine.step = broken
             with pytest.raises(openai.APIError, match="the engine has failed"):
                 list(pieces)
             assert waiting.result().status_code == 503
         assert httpx.get(f"{run.address}/health").status_code == 503
-        assert httpx.post(f"{run.address}/v1/completions", json=SHORT).status_code == 503
+        refused = httpx.post(f"{run.address}/v1/completions", json=SHORT)
+        assert refused.status_code == 503
+        check_shape(refused.json())
         assert isinstance(run.server.engine.problem, RuntimeError)
     assert "the device is lost" in capfd.readouterr().err
+
+    # The process: it says so, and ends by itself with an exit code that a supervisor sees.
+    monkeypatch.setattr("serve.server.FAILED_SECONDS", 0.2)
+    said: list[str] = []
+    server = Server(lambda observer: own, FLAGS, said.append)
+
+    def ask() -> None:
+        address = f"http://127.0.0.1:{server.port}/v1/completions"
+        while server.engine.state != "ready":
+            time.sleep(0.01)
+        own.engine.step = broken
+        statuses.append(httpx.post(address, json=SHORT, timeout=60).status_code)
+
+    statuses: list[int] = []
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert server.run() == 1
+    thread.join()
+    assert statuses == [503]
+    assert said[-1] == "the engine has failed; shutting down"
+    del own.engine.step
+
+
+def test_what_the_pool_never_holds_is_refused_with_the_numbers(llm):
+    small = LLM(llm.target, **SIZES | {"max_total_tokens": 48})
+    with running(small) as run, client_of(run) as client:
+        with pytest.raises(openai.BadRequestError, match="needs 4 KV pages and the pool has 3"):
+            client.completions.create(model="model", prompt="a" * 40, max_tokens=20)
+        assert client.completions.create(model="model", prompt="a" * 40, max_tokens=4).choices
+        run.assert_free()
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server():

@@ -30,6 +30,7 @@ from jspark.checkpoint.source import (
     DECODER_RULES,
     TRANSPOSE,
     Located,
+    NoTensors,
     Rule,
     Shape,
     TensorSource,
@@ -146,17 +147,20 @@ def find(spec: str | Place, revision: str | None = None, offline: bool = False) 
     return place
 
 
-def open_target(spec: str | Place, revision: str | None = None, offline: bool = False) -> TargetCheckpoint:
+def open_target(
+    spec: str | Place, revision: str | None = None, offline: bool = False, *, weights: bool = True
+) -> TargetCheckpoint:
     """The target that `spec` names: a Hugging Face folder, a .gguf file, a folder with one, a built-in, a Hub id.
 
     Reads headers only; a built-in model or one of the Hub is downloaded where the cache lacks it. revision,
-    offline: see `find`. Raises UserError.
+    offline: see `find`. weights: False for a folder that may have none; the checkpoint then has no tensors.
+    Raises UserError.
     """
     place = find(spec, revision, offline)
-    return replace(_open_target(place.path), name=place.name)
+    return replace(_open_target(place.path, weights), name=place.name)
 
 
-def _open_target(path: Path) -> TargetCheckpoint:
+def _open_target(path: Path, weights: bool) -> TargetCheckpoint:
     if path.is_file():
         return _open_gguf(path)
     config_file = path / "config.json"
@@ -179,7 +183,7 @@ def _open_target(path: Path) -> TargetCheckpoint:
         name=path.resolve().name,
         path=path,
         format="safetensors",
-        tensors=_tensors(SafetensorsFolder(path), DECODER_RULES, str(path)),
+        tensors=_tensors(SafetensorsFolder(path) if weights else NoTensors(), DECODER_RULES, str(path)),
         load_tokenizer=lambda: from_folder(path),
     )
 

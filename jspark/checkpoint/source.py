@@ -44,6 +44,20 @@ class TensorSource(Protocol):
         ...
 
 
+class NoTensors:
+    """A checkpoint whose weights nobody looks at."""
+
+    infos: Mapping[str, TensorInfo] = {}
+
+    def read(self, name: str) -> np.ndarray:
+        """Nothing can be asked for."""
+        raise KeyError(name)
+
+    def readable(self, name: str) -> bool:
+        """Nothing is."""
+        return False
+
+
 @dataclass(frozen=True)
 class Transform:
     """From the file's orientation to ours: what it does to a shape and to the array."""
