@@ -116,6 +116,43 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Host:
+    """What the engine's loop costs the host in a step, by stage, with a device that computes nothing."""
+
+    rows: Annotated[str, arg(metavar="R,R,…")] = "1,8,64,256"
+    """Requests in a step."""
+    layers: int = 1
+    """Of the target, whose pages and weights are arrays of every call."""
+    steps: int = 500
+    """Steps that count."""
+    scheduler_rows: int = 1024
+    """Requests of the scheduler alone."""
+    output: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none, only the table)")] = None
+    """The record, ending in .json; a picture is put beside it."""
+
+    def run(self) -> int:
+        """Measures, shows and saves."""
+        from jspark.axes import single_device_mesh
+        from jspark.bench import host, report
+
+        output = None if self.output is None else Path(self.output)
+        if output is not None:
+            report.check_output(output)
+        rows = tuple(_numbers(self.rows))
+        if min(*rows, self.layers, self.steps, self.scheduler_rows) < 1:
+            raise UserError("--rows, --layers, --steps and --scheduler-rows must be at least 1; raise it")
+        mesh = single_device_mesh()
+        record = report.describe("host", report.command_line("jspark bench host", self), mesh)
+        record["results"] = results = host.measure(
+            host.Settings(rows, self.layers, self.steps, self.scheduler_rows), mesh
+        )
+        if output is not None:
+            report.save(record, output, lambda axes: host.draw(results, axes))
+        host.show(results)
+        return 0
+
+
+@dataclass(frozen=True)
 class Kernels:
     """Every version of the attention kernels beside its floor, XLA and cuDNN; on a CPU tiny cases in XLA."""
 
@@ -317,6 +354,7 @@ class Bench:
     what: (
         Annotated[Cpu, subcommand("cpu", prefix_name=False)]
         | Annotated[Step, subcommand("step", prefix_name=False)]
+        | Annotated[Host, subcommand("host", prefix_name=False)]
         | Annotated[Kernels, subcommand("kernels", prefix_name=False)]
         | Annotated[Training, subcommand("train", prefix_name=False)]
         | Annotated[Serve, subcommand("serve", prefix_name=False)]
