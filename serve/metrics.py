@@ -140,6 +140,7 @@ class Metrics:
         self._prompt_sizes = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._answer_sizes = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
         self._lag = histogram("event_loop_lag_seconds", "How late the event loop is, every 20 ms.", _LAGS)
+        self._busy = histogram("event_loop_busy_seconds", "Processor time it took meanwhile.", _LAGS)
         self.lag_max = 0.0
         self.cpu_seconds = {"http": 0.0, "http_workers": 0.0, "engine": 0.0}
         longest = gauge("event_loop_lag_max_seconds", "The longest since the start.")
@@ -182,6 +183,7 @@ class Metrics:
     def beat(self, lag: float, http_cpu: float, engine_cpu: float) -> None:
         """lag: seconds that the event loop was late. The others: processor seconds of the two threads."""
         self._lag.observe(max(lag, 0.0))
+        self._busy.observe(http_cpu - self.cpu_seconds["http"])
         self.lag_max = max(self.lag_max, lag)
         self.cpu_seconds.update(http=http_cpu, engine=engine_cpu)
 

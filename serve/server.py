@@ -175,6 +175,7 @@ class Server:
     async def _beat(self) -> None:
         """Measures how late the event loop is, and what it costs."""
         assert self.engine.metrics is not None
+        self.engine.metrics.cpu_seconds["http"] = time.thread_time()
         while True:
             due = time.perf_counter() + _HEARTBEAT
             await asyncio.sleep(_HEARTBEAT)

@@ -132,7 +132,7 @@ def running(llm: LLM | Callable[..., LLM], ready: bool = True, **flags) -> Itera
     run = Running(server, found[0])
     try:
         if ready:
-            run.wait(lambda: _status(run.address) == 200)
+            run.wait(lambda: _status(run.address) == 200, seconds=300)
         yield run
     finally:
         if thread.is_alive():

@@ -203,7 +203,8 @@ def test_a_slow_reader_holds_up_nobody(llm, tmp_path):
             assert held < 200_000
             assert "/generate" not in log.read_text()
         run.wait(lambda: "/generate" in log.read_text())
-        assert json.loads(log.read_text().splitlines()[-1])["status"] == 200
+        # What it had not read yet decides whether it counts as gone.
+        assert json.loads(log.read_text().splitlines()[-1])["status"] in (200, 499)
 
 
 def test_the_server_is_not_ready_before_the_model_is(llm):

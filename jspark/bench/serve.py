@@ -146,7 +146,7 @@ class _Watch:
 
     async def begin(self) -> None:
         """Before the run."""
-        self._state, self._lags = await _state(self._client), await _lags(self._client)
+        self._state, self._looks = await _state(self._client), await _looks(self._client)
         self._before = _memory(self._process)
 
     async def middle(self, half: asyncio.Event) -> None:
@@ -172,7 +172,7 @@ class _Watch:
             "http_cpu_ms_per_request": 1e3 * http / requests,
             "leaked_slots": end["num_running_reqs"] + end["num_queue_reqs"] + end["num_live_reqs"],
             "leaked_pages": end["pages"] - end["free_pages"],
-            **_late(self._lags, await _lags(self._client)),
+            **_late(self._looks, await _looks(self._client)),
             "event_loop_lag_max_seconds_since_start": end["event_loop_lag_max_seconds"],
             "resident_bytes_before": self._before,
             "resident_bytes_middle": self._middle,
@@ -198,24 +198,38 @@ async def _settled(client: httpx.AsyncClient) -> dict[str, Any]:
     return state
 
 
-async def _lags(client: httpx.AsyncClient) -> dict[float, int]:
-    """How many looks at the server's event loop found it late by no more than so many seconds."""
+Counts = dict[float, int]
+
+
+async def _looks(client: httpx.AsyncClient) -> tuple[Counts, Counts]:
+    """How many looks at the server's event loop found it late, or busy, for no more than so many seconds."""
     page = (await client.get("/metrics")).text
-    samples = (s for f in text_string_to_metric_families(page) for s in f.samples)
-    buckets = [s for s in samples if s.name.endswith(":event_loop_lag_seconds_bucket")]
-    return {float(s.labels["le"]): int(s.value) for s in buckets}
+    samples = [s for f in text_string_to_metric_families(page) for s in f.samples]
+
+    def counts(name: str) -> Counts:
+        found = (s for s in samples if s.name.endswith(f":event_loop_{name}_seconds_bucket"))
+        return {float(s.labels["le"]): int(s.value) for s in found}
+
+    return counts("lag"), counts("busy")
 
 
-def _late(before: dict[float, int], after: dict[float, int]) -> dict[str, Any]:
-    """Looks at the event loop during a run, how many found it over 250 ms late, and a bound of the longest."""
-    counts = {bound: after[bound] - before.get(bound, 0) for bound in sorted(after)}
-    total = counts[float("inf")]
-    longest = next(bound for bound, count in counts.items() if count == total)
+def _late(before: tuple[Counts, Counts], after: tuple[Counts, Counts]) -> dict[str, Any]:
+    """Looks at the event loop during a run, how many found it over 250 ms late, bounds of the longest."""
+    lag, busy = (
+        {bound: now[bound] - then.get(bound, 0) for bound in sorted(now)}
+        for then, now in zip(before, after, strict=True)
+    )
     return {
-        "event_loop_looks": total,
-        "event_loop_late_250ms": total - counts[0.25],
-        "event_loop_lag_at_most_seconds": None if longest == float("inf") else longest,
+        "event_loop_looks": lag[float("inf")],
+        "event_loop_late_250ms": lag[float("inf")] - lag[0.25],
+        "event_loop_lag_at_most_seconds": _bound(lag),
+        "event_loop_busy_at_most_seconds": _bound(busy),
     }
+
+
+def _bound(counts: Counts) -> float | None:
+    longest = next(bound for bound, count in counts.items() if count == counts[float("inf")])
+    return None if longest == float("inf") else longest
 
 
 def _memory(process: int | None) -> int | None:
