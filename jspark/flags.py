@@ -89,6 +89,10 @@ class SpeculationFlags:
     """compact verifies the chosen windows, static every draft; cap-accept pays for static, commits compact's."""
     verify_policy: Annotated[str, arg(metavar="full|fixed:K|threshold:X|argmax:FILE")] = "full"
     """How much of each block is verified; FILE is a cost table."""
+    online_calibration: OnlineCalibrationMode = "off"
+    """Watches how honest the drafter's confidence is, and refits it where it drifts; frozen only watches."""
+    probe_share: float = EngineConfig.probe_share
+    """Chance of an answer's step to be verified whole for that."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,10 @@ class EngineFlags:
     """What computes attention; auto is the fastest kernel that serves the model on this device, else XLA."""
     prefix_cache: Annotated[bool, arg(name="radix-cache")] = True
     """Keep the pages of finished answers for later prompts that begin alike."""
+    disable_overlap_schedule: Annotated[bool, arg(help_behavior_hint="(default: only on CPUs)")] = False
+    """Waits for the results of a step before the next one is begun; the tokens are the same."""
+    trace_out: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
+    """Records every step for replay (docs/traces.md)."""
 
 
 @dataclass(frozen=True)
@@ -252,6 +260,7 @@ def open_llm(
         raise UserError(
             "--speculative-num-steps is EAGLE3's; give other drafters --speculative-dspark-block-size alone"
         )
+    options = asdict(engine)
     return LLM(
         model.model_path,
         speculation.speculative_draft_model_path,
@@ -269,7 +278,10 @@ def open_llm(
         verify_mode=speculation.verify_mode,
         block_size=size or steps,
         observer=observer,
-        **asdict(engine),
+        online_calibration=speculation.online_calibration,
+        probe_share=speculation.probe_share,
+        overlap=False if options.pop("disable_overlap_schedule") else None,
+        **options,
     )
 
 

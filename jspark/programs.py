@@ -113,6 +113,10 @@ class Programs:
         # float32 means float32: without this a GPU multiplies in tf32.
         self._precision = partial(jax.default_matmul_precision, "highest") if exact else contextlib.nullcontext
 
+    def use_temperatures(self, table: np.ndarray) -> None:
+        """Other temperatures from the next step on; for an engine that began with some."""
+        self._sts = self.place(np.asarray(table, np.float32))
+
     def place(self, host: Any) -> Any:
         """Host arrays on every device of the mesh."""
         return jax.device_put(host, self._replicated)

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from jspark import sts
 from jspark.calibration import CLASSES
 from jspark.errors import UserError
-from jspark.evaluate import sts
 from jspark.evaluate.collect import Recorder, answer
 from jspark.evaluate.confidence import Bins, bins, by_position, survival, survived
 from jspark.evaluate.data import DataSet
