@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg, subcommand
 
+from jspark.cli_bench_engine import Soak, whole_numbers
 from jspark.config import AttentionBackend, DType
 from jspark.errors import UserError
 
@@ -98,7 +99,7 @@ class Step:
             model_path=self.model_path,
             shape=self.shape,
             dtype=self.dtype or ("float32" if cpu else "bfloat16"),
-            rows=tuple(_numbers(self.rows)) if self.rows else ((1, 8) if cpu else (1, 64)),
+            rows=whole_numbers("rows", self.rows) if self.rows else ((1, 8) if cpu else (1, 64)),
             context=self.context or (128 if cpu else 1024),
             block_size=self.block_size,
             steps=self.steps or (6 if cpu else 30),
@@ -291,7 +292,7 @@ class Serve:
         if not 0 <= self.cancelled <= 1:
             raise UserError(f"--cancelled is {self.cancelled:g}; it must be between 0 and 1")
         settings = serve.Settings(
-            concurrency=tuple(_numbers(self.concurrency)),
+            concurrency=whole_numbers("concurrency", self.concurrency),
             requests=self.requests,
             cancelled=self.cancelled,
             prompts=self.prompts,
@@ -321,15 +322,9 @@ class Bench:
         | Annotated[Kernels, subcommand("kernels", prefix_name=False)]
         | Annotated[Training, subcommand("train", prefix_name=False)]
         | Annotated[Serve, subcommand("serve", prefix_name=False)]
+        | Annotated[Soak, subcommand("soak", prefix_name=False)]
     )
 
     def run(self) -> int:
         """Runs the chosen benchmark."""
         return self.what.run()
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"--rows {text!r} is no list of numbers; write 1,64") from None
