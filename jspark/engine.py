@@ -155,7 +155,7 @@ class Engine:
 
     @property
     def calibration(self) -> CalibrationFigures | None:
-        """How honest confidence has been of late; None where online calibration is off. For the stepping thread."""
+        """How honest confidence is of late, for the thread that steps to ask; None where nothing watches it."""
         return None if self._calibration is None else self._calibration.figures
 
     @property

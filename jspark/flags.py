@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import arg
 
 from jspark.calibration import read_temperatures
-from jspark.config import Algorithm, AttentionBackend, DType, EngineConfig, LoadFormat, VerifyMode
+from jspark.config import (
+    Algorithm,
+    AttentionBackend,
+    DType,
+    EngineConfig,
+    LoadFormat,
+    OnlineCalibrationMode,
+    VerifyMode,
+)
 from jspark.errors import UserError
 from jspark.request import Sampler, SamplingParams
 from jspark.structured import StructuredOutputs

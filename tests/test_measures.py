@@ -7,6 +7,7 @@ from jspark import sts
 from jspark.evaluate import text_shape
 from jspark.evaluate.accept_length import Counts, Figure, Macro, conditional_acceptance, threshold_sweep
 from jspark.evaluate.confidence import auc, bins, brier, scores, survival
+from jspark.sts import survived
 
 
 def test_scores_by_hand():

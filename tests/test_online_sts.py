@@ -8,7 +8,7 @@ import pytest
 from support import drafter, mesh, prompts, run, target
 
 from jspark.budget import Fixed, Threshold
-from jspark.config import EngineConfig
+from jspark.config import EngineConfig, OnlineCalibrationMode
 from jspark.engine import Engine
 from jspark.errors import UserError
 from jspark.online_sts import OnlineCalibration, mean_ece
@@ -83,7 +83,7 @@ def test_probes_are_unbiased_where_windows_are_not(rng):
     assert (one.probes(slots, 100)[7:9] == other.probes(slots[7:9], 100)).all()
 
 
-def engine(policy, share: float, mode="on", **options) -> Engine:
+def engine(policy, share: float, mode: OnlineCalibrationMode = "on", **options) -> Engine:
     config = EngineConfig(
         max_running_requests=4,
         page_size=16,
