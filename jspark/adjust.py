@@ -64,6 +64,8 @@ class Tables:
 
     def only(self, *, penalties: bool, steering: bool) -> Tables:
         """The tables that a program with these parts reads."""
+        if self.seen is None and self.bias is None:
+            return self
         kept = self if penalties else replace(self, seen=None)
         return kept if steering else replace(kept, bias=None, words=None, tail=None)
 

@@ -14,12 +14,11 @@ import numpy as np
 
 from jspark.budget import Plan
 from jspark.config import EngineConfig
-from jspark.intake import MAX_STOP_IDS
 from jspark.packing import Layout
 from jspark.pallas.ragged_attention import Segments, Tiles
 from jspark.programs import at_least, ladder
 from jspark.scheduler import Chunk, Running, Scheduler, Work
-from jspark.state import PackedArgs, Prefill, Slots, StepArgs, empty_slots
+from jspark.state import SLOT, PackedArgs, Prefill, StepArgs
 from jspark.step import Spec
 
 #: Rows of a prefill tile in the attention fallback, when several prompts share a chunk.
@@ -47,7 +46,6 @@ class Arguments:
         self._page_steps = ladder(most_pages if widest else max(1, 256 // config.page_size), most_pages)
         self._chunk_steps = ladder(chunk if config.single_shapes else self.tile, chunk)
         self.most_tiles = self._tiles(self._chunk_steps[-1])
-        self._admission_layouts: dict[int, Layout[tuple[Any, Slots]]] = {}
         self._step_layouts: dict[int, Layout[StepArgs]] = {}
         self._prefill_layouts: dict[Any, Layout[Prefill]] = {}
 
@@ -57,35 +55,40 @@ class Arguments:
 
     # ── new requests ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def admission(self, admitted: Sequence[Running]) -> tuple[np.ndarray, Layout[tuple[Any, Slots]]]:
-        """Entries of the slot table, padded to a power of two with the dummy slot."""
-        count = at_least(self._admissions, len(admitted))
-        layout = self._admission_layouts.get(count)
-        if layout is None:
-            index = np.full(count, self._dummy, np.int32)
-            layout = self._admission_layouts[count] = Layout((index, empty_slots(count - 1, MAX_STOP_IDS)))
-        words, (index, values) = layout.blank()
+    def admission(self, admitted: Sequence[Running]) -> np.ndarray:
+        """Entries of the slot table for `state.admit`, padded to a power of two with the dummy slot."""
+        entries = np.empty((at_least(self._admissions, len(admitted)), SLOT.size + 1), np.int32)
+        entries[:, 0] = self._dummy
+        words, slots = SLOT.blank(len(entries))
         for i, running in enumerate(admitted):
-            self._fill(i, running, index, values)
-        return words, layout
+            entries[i, 0] = running.slot
+            self._fill(i, running, slots)
+        entries[:, 1:] = words
+        return entries
 
-    def _fill(self, i: int, running: Running, index: np.ndarray, values: Any) -> None:
+    def _fill(self, i: int, running: Running, values: Any) -> None:
+        """Entry `i`; an idle slot's values are in it, so what is off stays as it is."""
         request, params = running.request, running.request.params
-        index[i] = running.slot
-        values.anchor[i], values.position[i] = running.tokens[-1], running.position
-        values.remaining[i] = running.limit - running.committed
-        values.live[i] = values.fresh[i] = True
+        known = len(running.tokens)
+        values.anchor[i], values.position[i] = running.tokens[-1], known - 1
+        values.remaining[i] = running.limit - (known - len(request.prompt))
+        values.live[i] = values.fresh[i] = 1
         values.speculative[i] = params.speculative
-        values.stop_ids[i, : len(request.stop_ids)] = request.stop_ids
-        s = values.sampling
-        s.temperature[i], s.top_p[i], s.min_p[i] = params.temperature, params.top_p, params.min_p
-        s.top_k[i] = min(max(params.top_k, 0), self._vocab_size)
-        s.seed[i], s.coupled[i] = running.seed, params.coupled
+        if request.stop_ids:
+            values.stop_ids[i, : len(request.stop_ids)] = request.stop_ids
+        if running.sampled:
+            s = values.sampling
+            s.temperature[i], s.seed[i], s.coupled[i] = params.temperature, running.seed, params.coupled
+            if params.filtered:
+                s.top_k[i] = min(max(params.top_k, 0), self._vocab_size)
+                s.top_p[i], s.min_p[i] = params.top_p, params.min_p
         a = values.adjust
-        a.repetition[i], a.presence[i] = params.repetition_penalty, params.presence_penalty
-        a.frequency[i] = params.frequency_penalty
-        a.min_position[i] = len(request.prompt) + params.min_tokens if params.min_tokens else 0
-        a.biased[i], a.worded[i] = bool(params.logit_bias or request.bad_words), bool(request.bad_words)
+        if params.penalized:
+            a.repetition[i], a.presence[i] = params.repetition_penalty, params.presence_penalty
+            a.frequency[i] = params.frequency_penalty
+        if request.steered:
+            a.min_position[i] = len(request.prompt) + params.min_tokens if params.min_tokens else 0
+            a.biased[i], a.worded[i] = bool(params.logit_bias or request.bad_words), bool(request.bad_words)
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -93,18 +96,18 @@ class Arguments:
         self, work: Work, count: int, plan: Plan, verify_tokens: int
     ) -> tuple[PackedArgs, int, PrefillShape | None]:
         """Arguments of a step with `count` bucketed rows, the page count they look at, and its prefill shape."""
-        rows, decode = work.rows, len(work.decode)
+        decode = len(work.decode)
         layout = self._step_layouts.get(count)
         if layout is None:
             layout = self._step_layouts[count] = self._step_layout(count)
         words, args = layout.blank()
-        args.slot[: len(rows)] = [r.slot for r in rows]
+        args.slot[: len(work.slots)] = work.slots
         args.decode[:decode] = 1
         args.budget[()], args.threshold[()] = plan.budget, plan.threshold
         args.min_window[:decode] = plan.min_window
         if plan.max_window is not None:
             args.max_window[:decode] = plan.max_window
-        pages = at_least(self._page_steps, self._reach(work))
+        pages = at_least(self._page_steps, work.pages)
         prefill, prefill_layout, shape = self._prefill(work, count, verify_tokens)
         table: Any = self._scheduler.table[args.slot, :pages]
         return PackedArgs(words, table, prefill, layout, prefill_layout), pages, shape  # type: ignore[arg-type]
@@ -119,15 +122,6 @@ class Arguments:
             "max_window": np.full(count, self._block_size, np.int32),
         }
         return Layout(StepArgs(**fields, table=None, prefill=None))  # type: ignore[arg-type]
-
-    def _reach(self, work: Work) -> int:
-        """Pages that the step's rows can look at or write to."""
-        pages_for, width = self._scheduler.allocator.pages_for, self._block_size + 1
-        reach = 1
-        for running in work.decode:
-            last = running.position + (running.in_flight + 1) * width
-            reach = max(reach, min(pages_for(last), len(running.pages)))
-        return max([reach, *(pages_for(chunk.stop) for chunk in work.chunks)])
 
     def _tiles(self, tokens: int) -> int:
         """Tiles of a program with so many prefill rows: twice what they fill, since prompts end inside tiles."""

@@ -39,8 +39,8 @@ class BatchState:
     conditional: np.ndarray
     cost: CostTable | None = None
     context_tokens: int = 0
-    requests: tuple[int, ...] = ()
-    positions: tuple[int, ...] = ()
+    requests: np.ndarray | tuple[int, ...] = ()
+    positions: np.ndarray | tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

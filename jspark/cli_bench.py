@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg, subcommand
 
+from jspark.cli_bench_engine import Soak, whole_numbers
 from jspark.config import AttentionBackend, DType
 from jspark.errors import UserError
 
@@ -98,7 +99,7 @@ class Step:
             model_path=self.model_path,
             shape=self.shape,
             dtype=self.dtype or ("float32" if cpu else "bfloat16"),
-            rows=tuple(_numbers(self.rows)) if self.rows else ((1, 8) if cpu else (1, 64)),
+            rows=whole_numbers("rows", self.rows) if self.rows else ((1, 8) if cpu else (1, 64)),
             context=self.context or (128 if cpu else 1024),
             block_size=self.block_size,
             steps=self.steps or (6 if cpu else 30),
@@ -110,6 +111,43 @@ class Step:
         if output is not None:
             report.save(record, output, lambda axes: step.draw(results, axes))
         step.show(results)
+        return 0
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the engine's loop costs the host in a step, by stage, with a device that computes nothing."""
+
+    rows: Annotated[str, arg(metavar="R,R,…")] = "1,8,64,256"
+    """Requests in a step."""
+    layers: int = 1
+    """Of the target, whose pages and weights are arrays of every call."""
+    steps: int = 500
+    """Steps that count."""
+    scheduler_rows: int = 1024
+    """Requests of the scheduler alone."""
+    output: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none, only the table)")] = None
+    """The record, ending in .json; a picture is put beside it."""
+
+    def run(self) -> int:
+        """Measures, shows and saves."""
+        from jspark.axes import single_device_mesh
+        from jspark.bench import host, report
+
+        output = None if self.output is None else Path(self.output)
+        if output is not None:
+            report.check_output(output)
+        rows = tuple(_numbers(self.rows))
+        if min(*rows, self.layers, self.steps, self.scheduler_rows) < 1:
+            raise UserError("--rows, --layers, --steps and --scheduler-rows must be at least 1; raise it")
+        mesh = single_device_mesh()
+        record = report.describe("host", report.command_line("jspark bench host", self), mesh)
+        record["results"] = results = host.measure(
+            host.Settings(rows, self.layers, self.steps, self.scheduler_rows), mesh
+        )
+        if output is not None:
+            report.save(record, output, lambda axes: host.draw(results, axes))
+        host.show(results)
         return 0
 
 
@@ -254,7 +292,7 @@ class Serve:
         if not 0 <= self.cancelled <= 1:
             raise UserError(f"--cancelled is {self.cancelled:g}; it must be between 0 and 1")
         settings = serve.Settings(
-            concurrency=tuple(_numbers(self.concurrency)),
+            concurrency=whole_numbers("concurrency", self.concurrency),
             requests=self.requests,
             cancelled=self.cancelled,
             prompts=self.prompts,
@@ -280,18 +318,13 @@ class Bench:
     what: (
         Annotated[Cpu, subcommand("cpu", prefix_name=False)]
         | Annotated[Step, subcommand("step", prefix_name=False)]
+        | Annotated[Host, subcommand("host", prefix_name=False)]
         | Annotated[Kernels, subcommand("kernels", prefix_name=False)]
         | Annotated[Training, subcommand("train", prefix_name=False)]
         | Annotated[Serve, subcommand("serve", prefix_name=False)]
+        | Annotated[Soak, subcommand("soak", prefix_name=False)]
     )
 
     def run(self) -> int:
         """Runs the chosen benchmark."""
         return self.what.run()
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"--rows {text!r} is no list of numbers; write 1,64") from None

@@ -22,7 +22,7 @@ from jspark.budget import Plan, Policy
 from jspark.calibration import Temperatures
 from jspark.config import DecoderConfig, DrafterConfig, EngineConfig
 from jspark.cost import CostTable
-from jspark.intake import MAX_STOP_IDS, SlotTables, check_ids
+from jspark.intake import SlotTables, check_ids
 from jspark.mask import Mask, host_mask
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
@@ -84,7 +84,7 @@ class Engine:
         slots = config.max_running_requests
         chain = spec.drafter is not None and spec.drafter.eagle3 is not None
         carried = (target_config.hidden_size, dtype) if chain else None
-        self._slots = self.programs.place(empty_slots(slots, MAX_STOP_IDS, carried))
+        self._slots = self.programs.place(empty_slots(slots, carried))
         self._tables = SlotTables(self.programs, slots, target_config.vocab_size)
         self.scheduler = Scheduler(
             slots,
@@ -102,7 +102,7 @@ class Engine:
         )
         self._flights: deque[Flight] = deque()
         self._step = 0
-        self._planner = Planner(config, self.block_size, self.least_tokens, policy, cost, sts, _drafts)
+        self._planner = Planner(config, self.block_size, self.least_tokens, policy, cost, sts)
 
     @property
     def policy(self) -> Policy:
@@ -177,7 +177,7 @@ class Engine:
                 running.matcher = request.grammar.matcher()
             self._planner.admit(running)
             self._tables.admit(request, running.tokens[len(request.prompt) :], running.slot)
-        self._slots = self.programs.admit(self._slots, *self._arguments.admission(admitted))
+        self._slots = self.programs.admit(self._slots, self._arguments.admission(admitted))
 
     def _dispatch(self) -> tuple[Flight | None, list[Update]]:
         """The step that was dispatched, if any, and the results of earlier ones that had to be known for it."""
@@ -189,10 +189,11 @@ class Engine:
         count = at_least(self.config.row_buckets, len(rows))
         sampling = _sampling(rows)
         # A fresh row has no features to draft from: its first token comes from its anchor alone.
-        drafts = self.block_size > 0 and any(not r.fresh and _drafts(r) for r in work.decode)
+        drafted = np.array([r.drafts and not r.fresh for r in work.decode], bool)
+        drafts = self.block_size > 0 and bool(drafted.any())
         plan, verify_tokens = Plan(0, drafts=False), max(count, self.least_tokens)
         if drafts:
-            plan, verify_tokens = self._planner.plan(self._step, work.decode, count)
+            plan, verify_tokens = self._planner.plan(self._step, work, count)
             drafts = plan.drafts
         args, pages, prefill = self._arguments.step(work, count, plan, verify_tokens)
         tables = self._tables.take(penalties=sampling.penalties, steering=sampling.steering)
@@ -208,7 +209,7 @@ class Engine:
             verify_tokens,
             drafts,
             prefill,
-            logprobs=_most(r.request.params.logprobs for r in work.decode),
+            logprobs=_most(r.request.params.logprobs for r in work.decode if r.asks_logprobs),
             prompt_logprobs=_most(c.running.request.params.prompt_logprobs for c in work.chunks),
             masked=0 if mask is None else mask.bits.shape[0],
         )
@@ -222,7 +223,9 @@ class Engine:
             running.fresh = False
         self._step += 1
         admissions = [r.admission for r in work.decode]
-        return Flight(self._step, shape, now, packet, work.decode, admissions, work.chunks), updates
+        slots = work.slots[: len(admissions)]
+        flight = Flight(self._step, shape, now, packet, work.decode, slots, admissions, drafted, work.chunks)
+        return flight, updates
 
     def _mask(self, work: Work, count: int, proposal: Proposal | None) -> tuple[Mask | None, list[Update]]:
         """Legal tokens of the rows that have a grammar; None without such rows.
@@ -240,7 +243,7 @@ class Engine:
         drafts: list[list[int]] = [[] for _ in matchers]
         if proposal is not None:
             tokens = np.asarray(proposal.tokens).tolist()
-            may = [r.has_features and _drafts(r) for r in work.decode]
+            may = [r.has_features and r.drafts for r in work.decode]
             drafts = [own if drafts else [] for own, drafts in zip(tokens, may, strict=False)]
         width = 1 if proposal is None else proposal.tokens.shape[1] + 1
         return self.programs.place(host_mask(matchers, drafts, count, width, self._vocab_size)), updates
@@ -249,7 +252,7 @@ class Engine:
         """Results of a step: plans and an observer learn of them, then the requests."""
         packet = flight.packet.host()
         now = time.perf_counter()
-        self._planner.tell(flight.number, flight.rows, flight.admissions, packet)
+        self._planner.tell(flight, packet)
         if self._observer is not None:
             self._observer(record(flight, packet, now, self.block_size))
         return take_in(flight, packet, now, self.scheduler.release)
@@ -261,17 +264,8 @@ def _most(asked: Iterable[int | None]) -> int | None:
     return None if most is None else at_least(LOGPROB_STEPS, most)
 
 
-def _drafts(running: Running) -> bool:
-    return running.request.params.speculative
-
-
 def _sampling(rows: list[Running]) -> Sampling:
-    hot = [r for r in rows if r.request.params.temperature > 0]
-    return Sampling(
-        sampled=bool(hot),
-        filtered=any(r.request.params.filtered for r in hot),
-        coupled=any(r.request.params.coupled for r in hot),
-        rejection=any(not r.request.params.coupled for r in hot),
-        penalties=any(r.request.params.penalized for r in rows),
-        steering=any(r.request.steered for r in rows),
-    )
+    traits = 0
+    for running in rows:
+        traits |= running.traits
+    return Sampling.of(traits)

@@ -14,9 +14,7 @@ from jspark.adjust import MAX_WORD_TOKENS, MAX_WORDS, Tables, empty_tables, row_
 from jspark.errors import UserError
 from jspark.programs import Programs
 from jspark.request import Request
-
-#: Stop token ids a request can have.
-MAX_STOP_IDS = 16
+from jspark.state import MAX_STOP_IDS
 
 
 def check_ids(request: Request, vocab: int) -> None:

@@ -20,7 +20,7 @@ from jaxtyping import Int
 
 
 class Layout[T]:
-    """Where the leaves of a pytree lie in an int32 buffer.
+    """Where the leaves of a pytree lie in an int32 buffer [n]; in buffers [*, n] each row holds one.
 
     example: a pytree of arrays of int32, uint32, float32 (kept bit by bit) or bool (0 or 1); its values are what
     `blank` begins with.
@@ -28,50 +28,53 @@ class Layout[T]:
 
     def __init__(self, example: T):
         leaves, self._tree = jax.tree.flatten(example)
-        self._leaves: list[tuple[slice, tuple[int, ...], np.dtype]] = []
+        self._leaves: list[tuple[slice, tuple[int, ...], np.dtype, Any]] = []
         start = 0
         for leaf in leaves:
-            size = math.prod(leaf.shape)
-            self._leaves.append((slice(start, start + size), leaf.shape, np.dtype(leaf.dtype)))
+            size, dtype = math.prod(leaf.shape), np.dtype(leaf.dtype)
+            self._leaves.append((slice(start, start + size), leaf.shape, dtype, _held(dtype)))
             start += size
         self.size = start
         self._example = np.zeros(start, np.int32)
-        for (where, _, dtype), leaf in zip(self._leaves, leaves, strict=True):
-            self._example[where].view(_held(dtype))[:] = np.asarray(leaf).reshape(-1)
+        for (where, _, _, held), leaf in zip(self._leaves, leaves, strict=True):
+            self._example[where].view(held)[:] = np.asarray(leaf).reshape(-1)
 
-    def blank(self) -> tuple[np.ndarray, Any]:
+    def blank(self, *rows: int) -> tuple[np.ndarray, Any]:
         """A new buffer with the example's values, and the pytree of NumPy arrays in it (bool as int32)."""
-        words = self._example.copy()
+        words = np.tile(self._example, (*rows, 1)) if rows else self._example.copy()
         return words, self.view(words)
 
-    def view(self, words: np.ndarray) -> Any:
+    def view(self, words: Int[np.ndarray, "*r n"]) -> Any:
         """The pytree of NumPy arrays that lie in `words` (bool as int32)."""
-        leaves = [words[where].view(_held(dtype)).reshape(shape) for where, shape, dtype in self._leaves]
+        leaves = []
+        for where, shape, _, held in self._leaves:
+            leaf = words[..., where]
+            if held is not np.int32:
+                leaf = leaf.view(held)
+            leaves.append(leaf if len(shape) == 1 else leaf.reshape(words.shape[:-1] + shape))
         return jax.tree.unflatten(self._tree, leaves)
 
-    def unpack(self, words: Int[Array, " n"]) -> T:
+    def unpack(self, words: Int[Array, "*r n"]) -> T:
         """The pytree in `words`, inside a program."""
-        return jax.tree.unflatten(self._tree, [_leaf(words, *leaf) for leaf in self._leaves])
+        leaves = []
+        for where, shape, dtype, _ in self._leaves:
+            part = words[..., where].reshape(words.shape[:-1] + shape)
+            leaves.append(part != 0 if dtype.kind == "b" else jax.lax.bitcast_convert_type(part, dtype))
+        return jax.tree.unflatten(self._tree, leaves)
 
-    def pack(self, tree: T) -> Int[Array, " n"]:
+    def pack(self, tree: T) -> Int[Array, "*r n"]:
         """The buffer of `tree`, inside a program."""
-        parts = [_words(leaf).reshape(-1) for leaf in jax.tree.leaves(tree)]
-        return jnp.concatenate(parts) if parts else jnp.zeros(0, jnp.int32)
+        parts = []
+        for (_, shape, dtype, _), leaf in zip(self._leaves, jax.tree.leaves(tree), strict=True):
+            words = leaf.astype(jnp.int32) if dtype.kind == "b" else jax.lax.bitcast_convert_type(leaf, jnp.int32)
+            parts.append(words.reshape(*leaf.shape[: leaf.ndim - len(shape)], -1))
+        return jnp.concatenate(parts, axis=-1)
 
 
 def _held(dtype: np.dtype) -> Any:
     """The type that a leaf has in the buffer."""
-    if dtype.kind == "b":
+    if dtype.kind == "b" or dtype == np.int32:
         return np.int32
     if dtype.itemsize != 4:
         raise TypeError(f"{dtype} has no place in a buffer of 32-bit words")
     return dtype
-
-
-def _leaf(words, where, shape, dtype):
-    part = words[where].reshape(shape)
-    return part != 0 if dtype.kind == "b" else jax.lax.bitcast_convert_type(part, dtype)
-
-
-def _words(leaf):
-    return leaf.astype(jnp.int32) if leaf.dtype == bool else jax.lax.bitcast_convert_type(leaf, jnp.int32)

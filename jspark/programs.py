@@ -24,9 +24,8 @@ from jspark.checkpoint.cache import cache_dir, make_folder
 from jspark.mask import Mask
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
-from jspark.packing import Layout
 from jspark.propose import Proposal
-from jspark.state import PackedArgs, PackedPacket, Slots, admit, packet_layout
+from jspark.state import PackedArgs, PackedPacket, SlotTable, admit, packet_layout
 from jspark.step import Pools, Sampling, Spec, propose_step, verify_step
 
 
@@ -122,13 +121,9 @@ class Programs:
         """Host arrays for a program's arguments: one device takes NumPy's with the call, which is quicker."""
         return self.place(host) if self.mesh.size > 1 else host
 
-    def admit(self, slots: Slots, words: np.ndarray, layout: Layout[tuple[Array, Slots]]) -> Slots:
-        """Writes new requests, packed with their slots' numbers, into the slot table (donated)."""
-
-        def run(slots, words):
-            return admit(slots, *layout.unpack(words))
-
-        return self._call(("admit", layout.size), run, (0,), self._replicated, slots, self.send(words))
+    def admit(self, slots: SlotTable, entries: np.ndarray) -> SlotTable:
+        """Writes new requests into the slot table (donated)."""
+        return self._call(("admit", len(entries)), admit, (0,), self._replicated, slots, self.send(entries))
 
     def write_row(self, tables: Tables, slot: Array, row: Tables) -> Tables:
         """Writes a new request's entries into the tables (donated)."""
@@ -136,7 +131,7 @@ class Programs:
         return self._call(key, write_row, (0,), self._replicated, tables, slot, row)
 
     def propose(
-        self, shape: ProposeShape, pools: Pools, slots: Slots, args: PackedArgs, tables: Tables
+        self, shape: ProposeShape, pools: Pools, slots: SlotTable, args: PackedArgs, tables: Tables
     ) -> Proposal:
         """Drafts for the rows of a step; reads the drafter's pool."""
 
@@ -154,12 +149,12 @@ class Programs:
         self,
         shape: VerifyShape,
         pools: Pools,
-        slots: Slots,
+        slots: SlotTable,
         args: PackedArgs,
         proposal: Proposal | None,
         tables: Tables,
         mask: Mask | None = None,
-    ) -> tuple[Pools, Slots, Tables, PackedPacket]:
+    ) -> tuple[Pools, SlotTable, Tables, PackedPacket]:
         """Runs the target over the packed step and commits; pools, slots and tables are donated."""
         size = self.spec.block_size if shape.drafts else 0
         prefill = shape.prefill[0] if shape.prefill else 0

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from jspark.errors import UserError
 from jspark.structured import StructuredOutputs, structured
@@ -201,25 +201,60 @@ class Request:
         """Tokens are biased or forbidden."""
         return bool(self.params.logit_bias or self.bad_words or (self.params.min_tokens and self.stop_ids))
 
+    @property
+    def traits(self) -> int:
+        """What a program needs for it, a bit for each of the fields of `step.Sampling`, from the first."""
+        p, sampled = self.params, self.params.temperature > 0
+        rejection = sampled and not p.coupled
+        bits = (sampled, p.filtered, sampled and p.coupled, rejection, p.penalized, self.steered)
+        return sum(bit << i for i, bit in enumerate(bits))
+
+
+class Block(NamedTuple):
+    """What became of one block: drafted tokens verified that could be committed; of these, accepted; and accepted
+    without the window's cut, where the whole block was verified."""
+
+    window: int
+    accepted: int
+    block_accepted: int
+
 
 @dataclass
 class Stats:
     """Figures of one request. Histograms count decode steps, that is, steps after the first token.
 
-    steps: target forwards that committed tokens of this prompt after its prefill. windows: drafted tokens sent to
-    verification. accepted: of these, accepted. block_accepted: accepted without the window's cut, where the whole
-    block was verified (static and cap-accept). cached_tokens: prompt tokens found in the prefix cache. Seconds run
-    from admission to the first token, and on to the last.
+    steps: target forwards that committed tokens of this prompt after its prefill. blocks: how many of them there
+    were of each kind. cached_tokens: prompt tokens found in the prefix cache. Seconds run from admission to the
+    first token, and on to the last.
     """
 
     steps: int = 0
-    windows: Counter[int] = field(default_factory=Counter)
-    accepted: Counter[int] = field(default_factory=Counter)
-    block_accepted: Counter[int] = field(default_factory=Counter)
+    blocks: Counter[Block] = field(default_factory=Counter)
     cached_tokens: int = 0
     preemptions: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+
+    @property
+    def windows(self) -> Counter[int]:
+        """Drafted tokens sent to verification."""
+        return self._histogram(0)
+
+    @property
+    def accepted(self) -> Counter[int]:
+        """Of these, accepted."""
+        return self._histogram(1)
+
+    @property
+    def block_accepted(self) -> Counter[int]:
+        """Accepted without the window's cut, where the whole block was verified (static and cap-accept)."""
+        return self._histogram(2)
+
+    def _histogram(self, which: int) -> Counter[int]:
+        counts: Counter[int] = Counter()
+        for block, n in self.blocks.items():
+            counts[block[which]] += n
+        return counts
 
 
 @dataclass(frozen=True)
@@ -231,8 +266,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """New tokens of one request, and why it ended if it did.
 
     logprobs: of the tokens. prompt_logprobs: of all prompt tokens but the first, with the first update. Both are

@@ -6,8 +6,7 @@ Knows: packets on the host and the rows they belong to. Does not know: the loop,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,16 +18,20 @@ from jspark.scheduler import Chunk, Running
 from jspark.state import PackedPacket
 
 
-@dataclass(frozen=True)
-class Flight:
-    """A dispatched step whose results are still on their way."""
+class Flight(NamedTuple):
+    """A dispatched step whose results are still on their way.
+
+    rows, slots, admissions, drafted: of the rows that decode. drafted: it had something to draft from, and may.
+    """
 
     number: int
     shape: VerifyShape
     dispatched: float
     packet: PackedPacket
     rows: list[Running]
+    slots: np.ndarray
     admissions: list[int]
+    drafted: np.ndarray
     chunks: list[Chunk]
 
 
@@ -39,42 +42,52 @@ def take_in(flight: Flight, packet: Any, now: float, release: Callable[[Running]
     """
     _keep_prompt_logprobs(flight.chunks, packet.prompt_logprobs)
     updates = []
-    for i, (running, admission) in enumerate(zip(flight.rows, flight.admissions, strict=True)):
-        if not running.holds(admission):
+    # Lists: an element of an array costs as much as everything else that is done for a row here.
+    count_of, finished_of = packet.count.tolist(), packet.finished.tolist()
+    blocks = zip(packet.window.tolist(), packet.accepted.tolist(), packet.block_accepted.tolist(), strict=True)
+    columns = (count_of, finished_of, packet.tokens.tolist(), blocks)
+    rows = zip(flight.rows, flight.admissions, *columns, strict=False)
+    for i, (running, admission, count, finished, row, block) in enumerate(rows):
+        if running.admission != admission or running.slot < 0:
             continue
         running.in_flight -= 1
-        count = int(packet.count[i])
-        if not (count or packet.finished[i]):
+        if not (count or finished):
             continue
-        tokens = tuple(packet.tokens[i, :count].tolist())
+        tokens = tuple(row[:count])
         stats = running.stats
-        if running.committed == 0:
+        if running.first_token == 0.0:
             running.first_token = now
             stats.prefill_seconds = now - running.admitted
         elif count:
             stats.steps += 1
-            stats.windows[int(packet.window[i])] += 1
-            stats.accepted[int(packet.accepted[i])] += 1
-            stats.block_accepted[int(packet.block_accepted[i])] += 1
+            stats.blocks[block] += 1
             stats.decode_seconds = now - running.first_token
         running.tokens += tokens
         reason: FinishReason | None = None
         problem = None
-        if packet.finished[i]:
-            stopped = bool(tokens) and tokens[-1] in running.request.stop_ids
-            full = running.committed >= running.limit
-            if running.matcher and not (stopped or full):  # nothing was legal any more
-                problem = running.matcher.why_stopped(tokens)
-            reason = "abort" if problem else "length" if full and not stopped else "stop"
+        if finished:
+            reason, problem = _end(running, tokens)
             release(running)
         elif running.matcher:
             running.matcher.advance(tokens)
-        k = running.request.params.logprobs
-        asked = () if k is None or packet.logprobs is None else told(tokens, packet.logprobs, i, k)
-        prompt = tuple(running.prompt_logprobs)
-        running.prompt_logprobs.clear()
+        asked = prompt = ()
+        if packet.logprobs is not None and (k := running.request.params.logprobs) is not None:
+            asked = told(tokens, packet.logprobs, i, k)
+        if running.prompt_logprobs:
+            prompt = tuple(running.prompt_logprobs)
+            running.prompt_logprobs.clear()
         updates.append(Update(running.request.id, tokens, reason, stats, asked, prompt, problem))
     return updates
+
+
+def _end(running: Running, tokens: tuple[int, ...]) -> tuple[FinishReason, str | None]:
+    """Why a request ended with these tokens, and what its grammar says if that was the reason."""
+    stopped = bool(tokens) and tokens[-1] in running.request.stop_ids
+    full = running.committed >= running.limit
+    problem = None
+    if running.matcher and not (stopped or full):  # nothing was legal any more
+        problem = running.matcher.why_stopped(tokens)
+    return "abort" if problem else "length" if full and not stopped else "stop", problem
 
 
 def _keep_prompt_logprobs(chunks: list[Chunk], logprobs: Logprobs | None) -> None:
@@ -91,13 +104,13 @@ def _keep_prompt_logprobs(chunks: list[Chunk], logprobs: Logprobs | None) -> Non
 
 def record(flight: Flight, packet: Any, now: float, block_size: int) -> StepRecord:
     """What an observer sees of a step; before `take_in`, with the rows as they were before the step."""
-    owners = zip(flight.rows, flight.admissions, packet.count, strict=False)
+    owners = zip(flight.rows, flight.admissions, packet.count.tolist(), strict=False)
     kept = [i for i, (r, admission, count) in enumerate(owners) if r.holds(admission) and count > 0]
     rows = [flight.rows[i] for i in kept]
     confidence = np.full((len(kept), block_size), np.nan, np.float32)
-    drafted = np.where([r.has_features and r.request.params.speculative for r in rows], block_size, 0)
+    drafted = flight.drafted[kept]
     if packet.confidence.shape[1]:
-        confidence[drafted > 0] = packet.confidence[kept][drafted > 0]
+        confidence[drafted] = packet.confidence[kept][drafted]
     return StepRecord(
         number=flight.number,
         rows=flight.shape.rows,
@@ -107,8 +120,8 @@ def record(flight: Flight, packet: Any, now: float, block_size: int) -> StepReco
         collected=now,
         request=np.array([r.request.id for r in rows], np.int64),
         position=np.array([r.position for r in rows], np.int64),
-        sampled=np.array([r.request.params.temperature > 0 for r in rows], bool),
-        drafted=drafted.astype(np.int32),
+        sampled=np.array([r.sampled for r in rows], bool),
+        drafted=np.where(drafted, block_size, 0).astype(np.int32),
         window=packet.window[kept],
         accepted=packet.accepted[kept],
         block_accepted=packet.block_accepted[kept],

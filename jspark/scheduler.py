@@ -11,6 +11,7 @@ import bisect
 import itertools
 import secrets
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,7 +34,8 @@ class Running:
     then. fresh: no decode step was dispatched since, so there is nothing to draft from. prefilled: tokens whose
     keys and values are in its pages as far as dispatched; the last token is the anchor, so n tokens have n − 1
     to prefill. in_flight: decode steps dispatched and not collected. matcher: where the answer stands in
-    its grammar, which has taken in all collected tokens.
+    its grammar, which has taken in all collected tokens. most: pages it can need. drafts, sampled, traits,
+    asks_logprobs: of its parameters, looked up once.
     """
 
     request: Request
@@ -55,6 +57,12 @@ class Running:
     stats: Stats = field(default_factory=Stats)
     matcher: Matcher | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    most: int = 0
+
+    def __post_init__(self) -> None:
+        params = self.request.params
+        self.drafts, self.sampled, self.traits = params.speculative, params.temperature > 0, self.request.traits
+        self.asks_logprobs = params.logprobs is not None
 
     def holds(self, admission: int) -> bool:
         """Whether the request still has the slot that it got with `admission`."""
@@ -80,11 +88,6 @@ class Running:
         """Where the anchor stands, as far as the host knows."""
         return len(self.tokens) - 1
 
-    @property
-    def may_commit(self) -> bool:
-        """Another step can commit something: every step in flight commits at least one token."""
-        return self.committed + self.in_flight < self.limit
-
 
 @dataclass(frozen=True)
 class Chunk:
@@ -97,13 +100,16 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Work:
-    """A step's rows: those that decode first, then those that only prefill."""
+    """A step's rows: those that decode first, then those that only prefill. pages: of its tables that any of them
+    can look at. slots: of all rows, in their order."""
 
     decode: list[Running]
     prefill_only: list[Running]
     chunks: list[Chunk]
+    pages: int
+    slots: np.ndarray
 
-    @property
+    @cached_property
     def rows(self) -> list[Running]:
         """All rows, in the order of the step's arrays."""
         return self.decode + self.prefill_only
@@ -142,6 +148,8 @@ class Scheduler:
         self._free_slots = list(range(slots - 1, -1, -1))
         self._arrivals = itertools.count()
         self._admissions = itertools.count(1)
+        #: Running requests that may need more pages than they have.
+        self._growing = 0
 
     def check(self, request: Request) -> int:
         """The number of tokens `request` may commit.
@@ -183,8 +191,9 @@ class Scheduler:
 
     def add(self, request: Request, limit: int, now: float) -> None:
         """Queues a request that `check` let through."""
-        seed = _seed(request.params.seed)
-        self.waiting.append(Running(request, limit, next(self._arrivals), list(request.prompt), seed, now))
+        seed, prompt = _seed(request.params.seed), list(request.prompt)
+        most = self.allocator.pages_for(len(prompt) + limit + self._overhang)
+        self.waiting.append(Running(request, limit, next(self._arrivals), prompt, seed, now, most=most))
 
     # ── slots and pages ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -198,13 +207,12 @@ class Scheduler:
         while self.waiting and self._free_slots:
             running = self.waiting[0]
             known, size = len(running.tokens), self.allocator.page_size
-            need = self._pages(running, known + self._overhang)
+            need = min(self.allocator.pages_for(known + self._overhang), running.most)
             # A prompt's log-probabilities need all of its rows.
             skip = self.cache is None or running.request.params.prompt_logprobs is not None
             shared = [] if self.cache is None or skip else self.cache.match(running.tokens, (known - 1) // size)
             own = need - len(shared)
-            growing = sum(len(r.pages) < self._most(r) for r in self.running.values())
-            if not self._make_room(own + growing):
+            if not self._make_room(own + self._growing):
                 self.allocator.give_back(shared)
                 break
             del self.waiting[0]
@@ -220,6 +228,7 @@ class Scheduler:
             self.table[running.slot] = 0
             self.table[running.slot, :need] = running.pages
             self.running[running.request.id] = running
+            self._growing += need < running.most
             admitted.append(running)
         return admitted
 
@@ -233,6 +242,7 @@ class Scheduler:
         """Gives slot and pages back; a step in flight may still write there, before any later owner does."""
         self._remember(running, running.position if running.decoding else running.prefilled)
         self.allocator.give_back(running.pages)
+        self._growing -= len(running.pages) < running.most
         self._free_slots.append(running.slot)
         running.slot, running.pages = -1, []
         del self.running[running.request.id]
@@ -243,12 +253,6 @@ class Scheduler:
             whole = running.pages[: computed // self.allocator.page_size]
             self.cache.insert(running.tokens[: computed + self._lookahead], whole)
 
-    def _pages(self, running: Running, tokens: int) -> int:
-        return min(self.allocator.pages_for(tokens), self._most(running))
-
-    def _most(self, running: Running) -> int:
-        return self.allocator.pages_for(len(running.request.prompt) + running.limit + self._overhang)
-
     def _make_room(self, pages: int) -> bool:
         if self.allocator.free >= pages:
             return True
@@ -256,20 +260,19 @@ class Scheduler:
             return False
         return self.cache.make_room(pages)
 
-    def _grow(self, running: Running) -> bool:
-        """Takes the pages that the row's next step can reach; False when the row itself had to go."""
-        reach = running.position + (running.in_flight + 1) * (self._overhang + 1)
-        more = self._pages(running, reach) - len(running.pages)
-        while more > 0:
-            if self._make_room(more):
-                held = len(running.pages)
-                running.pages += self.allocator.take(more)
-                self.table[running.slot, held : held + more] = running.pages[held:]
-                return True
-            last = max(self.running.values(), key=lambda r: r.arrival)
+    def _grow(self, running: Running, reach: int) -> bool:
+        """Takes the pages of the row's first `reach` tokens; False when the row itself had to go."""
+        more = min(self.allocator.pages_for(reach), running.most) - len(running.pages)
+        while not self._make_room(more):
+            # Rows are in the order of arrival: none overtakes another, and the last one goes first.
+            last = next(reversed(self.running.values()))
             self._preempt(last)
             if last is running:
                 return False
+        held = len(running.pages)
+        running.pages += self.allocator.take(more)
+        self.table[running.slot, held : held + more] = running.pages[held:]
+        self._growing -= len(running.pages) == running.most
         return True
 
     def _preempt(self, running: Running) -> None:
@@ -285,10 +288,23 @@ class Scheduler:
 
         A prompt whose last chunk is in the step decodes its first token in the same step.
         """
-        for running in sorted(self.running.values(), key=lambda r: r.arrival):
-            # A preempted row has left in the meantime.
-            if running.decoding and running.may_commit and running.request.id in self.running:
-                self._grow(running)
+        size, width, pages, preempted = self.allocator.page_size, self._overhang + 1, 1, self.preemptions
+        decode = []
+        # Many rows and every step: no properties and no calls here.
+        for running in list(self.running.values()):
+            tokens, in_flight = len(running.tokens), running.in_flight
+            if not (running.decoding and tokens - len(running.request.prompt) + in_flight < running.limit):
+                continue
+            reach, held = tokens - 1 + (in_flight + 1) * width, len(running.pages)
+            if reach > held * size and held < running.most:
+                if running.slot < 0 or not self._grow(running, reach):
+                    continue
+                held = len(running.pages)
+            decode.append(running)
+            if pages < held:
+                pages = max(pages, min(-(-reach // size), held))
+        if self.preemptions > preempted:
+            decode = [r for r in decode if r.slot >= 0]
         budget, chunks, prefill_only = self._chunk, [], []
         for running in self.running.values():
             if running.decoding or budget == 0:
@@ -304,10 +320,13 @@ class Scheduler:
             if running.left == 0:
                 running.decoding = True
                 self._remember(running, running.position)
+                decode.append(running)
+                pages = max(pages, min(-(-(len(running.tokens) + self._overhang) // size), len(running.pages)))
             else:
                 prefill_only.append(running)
-        decode = [r for r in self.running.values() if r.decoding and r.may_commit]
-        return Work(decode, prefill_only, chunks)
+        pages = max([pages, *(self.allocator.pages_for(chunk.stop) for chunk in chunks)])
+        slots = np.array([r.slot for r in decode] + [r.slot for r in prefill_only], np.int32)
+        return Work(decode, prefill_only, chunks, pages, slots)
 
 
 def _seed(seed: int | None) -> int:

@@ -17,17 +17,20 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from jspark.adjust import RowAdjust, neutral
+from jspark.adjust import RowAdjust
 from jspark.logprobs import Logprobs
 from jspark.packing import Layout
 from jspark.pallas.ragged_attention import Segments, Tiles
 from jspark.sampling import RowSampling
 
+#: Stop token ids a request can have.
+MAX_STOP_IDS = 16
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Slots:
-    """The state of every request slot.
+    """The state of some request slots, as rows of a step.
 
     anchor: the last committed token, not yet run through the target. position: where it stands (0 based), so
     also how many tokens the caches hold. remaining: tokens it may still commit. fresh: nothing committed yet,
@@ -46,35 +49,67 @@ class Slots:
     adjust: RowAdjust
     carried: Float[Array, "s h"] | None = None
 
+
+def _idle_slot() -> Layout[Slots]:
+    zero, real, off = np.int32(0), np.float32(0), np.bool_(False)
+    fields: dict[str, Any] = {
+        **dict.fromkeys(("anchor", "position", "remaining"), zero),
+        **dict.fromkeys(("live", "fresh", "speculative"), off),
+        "stop_ids": np.full(MAX_STOP_IDS, -1, np.int32),
+    }
+    sampling: dict[str, Any] = {
+        "temperature": real,
+        "top_k": zero,
+        "top_p": np.float32(1),
+        "min_p": real,
+        "seed": np.uint32(0),
+        "coupled": off,
+    }
+    adjust: dict[str, Any] = {
+        "repetition": np.float32(1),
+        "presence": real,
+        "frequency": real,
+        "min_position": zero,
+        "biased": off,
+        "worded": off,
+    }
+    return Layout(Slots(**fields, sampling=RowSampling(**sampling), adjust=RowAdjust(**adjust)))
+
+
+#: Where a slot's state lies in its row of the table; `blank` is an idle slot.
+SLOT = _idle_slot()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlotTable:
+    """The state of every request slot in one array, since each array of a call costs the host time."""
+
+    words: Int[Array, "s n"]
+    carried: Float[Array, "s h"] | None = None
+
     def take(self, index: Int[Array, " r"]) -> Slots:
         """The entries of some slots, as rows of a step."""
-        return jax.tree.map(lambda x: x[index], self)
+        carried = None if self.carried is None else self.carried[index]
+        return replace(SLOT.unpack(self.words[index]), carried=carried)
+
+    def put(self, index: Int[Array, " r"], rows: Slots) -> SlotTable:
+        """The table with the entries of some slots replaced."""
+        words = self.words.at[index].set(SLOT.pack(replace(rows, carried=None)))
+        return SlotTable(words, None if self.carried is None else self.carried.at[index].set(rows.carried))
 
 
-def empty_slots(slots: int, stop_ids: int, carried: tuple[int, DTypeLike] | None = None) -> Slots:
+def empty_slots(slots: int, carried: tuple[int, DTypeLike] | None = None) -> SlotTable:
     """`slots` idle slots and the dummy. carried: width and dtype of what a request carries, if anything."""
-    n = slots + 1
-    ints, off = jnp.zeros(n, jnp.int32), jnp.zeros(n, bool)
-    sampling = RowSampling(
-        temperature=jnp.zeros(n, jnp.float32),
-        top_k=ints,
-        top_p=jnp.ones(n, jnp.float32),
-        min_p=jnp.zeros(n, jnp.float32),
-        seed=jnp.zeros(n, jnp.uint32),
-        coupled=off,
-    )
-    # Copies, because the state is donated and a buffer can be donated once only.
-    hidden = None if carried is None else jnp.zeros((n, carried[0]), carried[1])
-    none = jnp.full((n, stop_ids), -1, jnp.int32)
-    slots_ = Slots(ints, ints, ints, off, off, off, none, sampling, neutral(n), hidden)
-    return jax.tree.map(lambda x: x.copy(), slots_)
+    hidden = None if carried is None else jnp.zeros((slots + 1, carried[0]), carried[1])
+    return SlotTable(jnp.asarray(SLOT.blank(slots + 1)[0]), hidden)
 
 
-def admit(slots: Slots, index: Int[Array, " a"], values: Slots) -> Slots:
-    """The slot table with new requests written at `index`; they carry nothing yet."""
+def admit(slots: SlotTable, entries: Int[Array, "a n1"]) -> SlotTable:
+    """The slot table with new requests written; an entry is the slot's number and its words."""
+    index, words = entries[:, 0], entries[:, 1:]
     carried = None if slots.carried is None else slots.carried.at[index].set(0)
-    written = jax.tree.map(lambda x, y: x.at[index].set(y), replace(slots, carried=None), values)
-    return replace(written, carried=carried)
+    return SlotTable(slots.words.at[index].set(words), carried)
 
 
 @jax.tree_util.register_dataclass

@@ -7,7 +7,7 @@ Does not know: shapes that exist (programs.py), requests (engine.py), or how any
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jspark.models.eagle3 import Eagle3
 from jspark.models.layers import Vocabulary
 from jspark.pallas.ragged_attention import REFERENCE, Attention
 from jspark.propose import Proposal, inject, propose
-from jspark.state import Packet, Slots, StepArgs
+from jspark.state import Packet, SlotTable, StepArgs
 from jspark.verify import head, run_layers
 
 
@@ -46,6 +46,12 @@ class Sampling:
     rejection: bool = False
     penalties: bool = False
     steering: bool = False
+
+    @staticmethod
+    @cache
+    def of(traits: int) -> Sampling:
+        """What the bits of `Request.traits` say."""
+        return Sampling(*(bool(traits >> i & 1) for i in range(6)))
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ def propose_step(
     drafter: AnyDrafter,
     vocabulary: Vocabulary,
     pool: kv.Pool,
-    slots: Slots,
+    slots: SlotTable,
     slot: Int[Array, " r"],
     table: Int[Array, "r p"],
     tables: Tables,
@@ -136,7 +142,7 @@ def verify_step(
     target: Decoder,
     drafter: AnyDrafter | None,
     pools: Pools,
-    slots: Slots,
+    slots: SlotTable,
     args: StepArgs,
     proposal: Proposal | None,
     temperatures: Float[Array, "2 g"] | None,
@@ -147,7 +153,7 @@ def verify_step(
     verify_tokens: int,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
-) -> tuple[Pools, Slots, Tables, Packet]:
+) -> tuple[Pools, SlotTable, Tables, Packet]:
     """Verifies the windows of all rows and runs the prefill rows, in one forward; commits what was accepted.
 
     `proposal` is None in a step that drafts nothing: every row then verifies its anchor alone.
@@ -249,7 +255,7 @@ def verify_step(
     )
     if ended is not None:
         done = replace(done, finished=done.finished | (active & ended))
-    draft_pool, carried = pools.drafter, slots.carried
+    draft_pool, carried = pools.drafter, rows.carried
     if drafter is not None:
         assert spec.drafter is not None
         assert features is not None
@@ -259,7 +265,7 @@ def verify_step(
             assert rows.carried is not None
             view, committed = drafter.vocabulary(target.vocabulary), (done.tokens, done.count, args.prefill)
             draft_pool, new = eagle.inject(drafter, view, spec.drafter, draft_pool, features, batch, *committed)
-            carried = carried.at[args.slot].set(jnp.where((done.count > 0)[:, None], new, rows.carried))
+            carried = jnp.where((done.count > 0)[:, None], new, carried)
         else:
             draft_pool = inject(drafter, spec.drafter, draft_pool, features, batch)
 
@@ -275,16 +281,13 @@ def verify_step(
         prompt = hidden[verify_tokens:], args.prefill.following
         asked_prompt = log_softmax_of_prompt(lambda x: head(target, x), *prompt, prompt_logprobs)
 
-    slots = Slots(
-        anchor=slots.anchor.at[args.slot].set(jnp.where(done.count > 0, last, rows.anchor)),
-        position=slots.position.at[args.slot].add(done.count),
-        remaining=slots.remaining.at[args.slot].add(-done.count),
-        live=slots.live.at[args.slot].set(rows.live & ~done.finished),
-        fresh=slots.fresh.at[args.slot].set(rows.fresh & (done.count == 0)),
-        speculative=slots.speculative,
-        stop_ids=slots.stop_ids,
-        sampling=slots.sampling,
-        adjust=slots.adjust,
+    after = replace(
+        rows,
+        anchor=jnp.where(done.count > 0, last, rows.anchor),
+        position=rows.position + done.count,
+        remaining=rows.remaining - done.count,
+        live=rows.live & ~done.finished,
+        fresh=rows.fresh & (done.count == 0),
         carried=carried,
     )
     packet = Packet(
@@ -298,4 +301,5 @@ def verify_step(
         logprobs=asked,
         prompt_logprobs=asked_prompt,
     )
-    return Pools(target_pool, draft_pool), slots, record(tables, args.slot, done.tokens, done.count), packet
+    tables = record(tables, args.slot, done.tokens, done.count)
+    return Pools(target_pool, draft_pool), slots.put(args.slot, after), tables, packet

@@ -325,7 +325,7 @@ class DeviceLoop:
         while self._obey(wait=engine.idle):
             if engine.idle:
                 continue
-            updates = [replace(u, stats=_copy(u.stats)) for u in engine.step()]
+            updates = [u._replace(stats=_copy(u.stats)) for u in engine.step()]
             steps += 1
             scheduler = engine.scheduler
             load = Load(
@@ -367,12 +367,7 @@ def warm_up(llm: LLM) -> None:
 
 def _copy(stats: Stats) -> Stats:
     """The figures as they are now; the engine goes on counting in its own."""
-    return replace(
-        stats,
-        windows=stats.windows.copy(),
-        accepted=stats.accepted.copy(),
-        block_accepted=stats.block_accepted.copy(),
-    )
+    return replace(stats, blocks=stats.blocks.copy())
 
 
 def _settle(future: asyncio.Future, result: Any, error: Exception | None) -> None:

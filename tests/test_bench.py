@@ -101,6 +101,18 @@ def test_bench_step(tmp_path):
         assert min(e["step_ms"], e["programs_ms"], e["dispatch_ms"], e["floor_ms"], e["kv_pool_bytes"]) > 0
 
 
+def test_bench_host(tmp_path):
+    output = tmp_path / "host.json"
+    command = f"bench host --rows 2 --steps 3 --scheduler-rows 8 --output {output}"
+    assert main(command.split()) == 0
+    results = record(output)["results"]
+    (engine,) = results["engine"]
+    assert engine["rows"] == 2
+    assert min(engine["stages_us"][s] for s in ("rows", "budget", "arguments", "dispatch", "collect", "rest")) > 0
+    assert engine["step_us"] <= engine["p90_us"]
+    assert results["scheduler"]["step_us"] > 0
+
+
 def test_target_pass_counts_by_hand():
     model, config = target("qwen3_tiny")
     work = ceilings.target_pass(model, config, rows=2, tokens=6, context=10)

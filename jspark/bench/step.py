@@ -30,7 +30,7 @@ from jspark.models.drafter import Drafter
 from jspark.programs import use_compilation_cache
 from jspark.request import Request, SamplingParams
 from jspark.sizing import least_tokens
-from jspark.state import Slots
+from jspark.state import SlotTable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -229,7 +229,7 @@ def _programs(
     model, config = models.target
     measured = []
 
-    def add(name: str, tokens: int, work: Work, launch: Callable[[Slots], Any]) -> None:
+    def add(name: str, tokens: int, work: Work, launch: Callable[[SlotTable], Any]) -> None:
         batches = _batches(launch, launches.slots, settings.steps)
         floor, ms = limits.floor(work), statistics.median(batches) * 1e3
         measured.append(
@@ -271,7 +271,7 @@ def _tiers(block_size: int) -> dict[str, int]:
     return {"middle": middle[-1], "full": block_size + 1} if middle else {"full": block_size + 1}
 
 
-def _batches(launch: Callable[[Slots], Any], slots: Callable[[], Slots], steps: int) -> list[float]:
+def _batches(launch: Callable[[SlotTable], Any], slots: Callable[[], SlotTable], steps: int) -> list[float]:
     """Seconds a launch in each of several batches of launches one behind the other; compiled before."""
     jax.block_until_ready(launch(slots()))
     seconds = []

@@ -21,7 +21,7 @@ from jspark.programs import Programs, ProposeShape, VerifyShape
 from jspark.propose import Proposal
 from jspark.request import Request
 from jspark.sizing import least_tokens
-from jspark.state import PackedArgs, Slots, StepArgs
+from jspark.state import SLOT, PackedArgs, SlotTable, StepArgs
 from jspark.step import Pools, Sampling
 
 
@@ -45,8 +45,8 @@ class WarmEngine(Engine):
     def launches(self, context: int, rng: np.random.Generator) -> Launches:
         """Direct calls of the programs; the engine itself is of no use afterwards, its pools are donated."""
         pages = self._arguments.pages(context)
-        slots = jax.tree.map(np.asarray, self._slots)
-        return Launches(self.programs, self._pools, slots, self.config.page_size, pages, context, rng)
+        rows = self.config.max_running_requests
+        return Launches(self.programs, self._pools, rows, self.config.page_size, pages, context, rng)
 
 
 class Launches:
@@ -59,33 +59,28 @@ class Launches:
         self,
         programs: Programs,
         pools: Pools,
-        slots: Slots,
+        rows: int,
         page_size: int,
         pages: int,
         context: int,
         rng: np.random.Generator,
     ):
         self.programs, self.pages = programs, pages
-        self.rows = rows = slots.anchor.shape[0] - 1
-        self._pools, self._empty, self._rng = pools, slots, rng
+        self.rows = rows
+        self._pools, self._rng = pools, rng
         self._vocab_size = programs.spec.target.vocab_size
         self._position = context - programs.spec.block_size - 1
         own = -(-context // page_size)
         self._table = np.zeros((rows, pages), np.int32)
         self._table[:, :own] = 1 + np.arange(rows * own).reshape(rows, own)
 
-    def slots(self) -> Slots:
+    def slots(self) -> SlotTable:
         """A slot table in the middle of decoding; a verify program uses it up."""
-        n = self._empty.anchor.shape[0]
-        table = replace(
-            self._empty,
-            anchor=self._tokens(n),
-            position=np.full(n, self._position, np.int32),
-            remaining=np.full(n, 1 << 20, np.int32),
-            live=np.ones(n, bool),
-            speculative=np.ones(n, bool),
-        )
-        return self.programs.place(table)
+        words, slots = SLOT.blank(self.rows + 1)
+        slots.anchor[:] = self._tokens(self.rows + 1)
+        slots.position[:], slots.remaining[:] = self._position, 1 << 20
+        slots.live[:] = slots.speculative[:] = 1
+        return self.programs.place(SlotTable(words))  # type: ignore[arg-type]
 
     def args(self, tokens: int) -> PackedArgs:
         """Arguments of a step whose tier is `tokens`, filled."""
@@ -111,12 +106,12 @@ class Launches:
         confidence = jnp.asarray(self._rng.normal(size=shape), jnp.float32)
         return self.programs.place(Proposal(jnp.asarray(self._tokens(shape)), confidence, None))
 
-    def propose(self, slots: Slots, args: PackedArgs) -> Proposal:
+    def propose(self, slots: SlotTable, args: PackedArgs) -> Proposal:
         """Launches the propose program."""
         shape = ProposeShape(self.rows, self.pages, Sampling())
         return self.programs.propose(shape, self._pools, slots, args, Tables())
 
-    def verify(self, tokens: int, slots: Slots, args: PackedArgs, proposal: Proposal | None) -> Array:
+    def verify(self, tokens: int, slots: SlotTable, args: PackedArgs, proposal: Proposal | None) -> Array:
         """Launches the verify program of the tier `tokens`."""
         tokens = max(tokens, least_tokens(self.programs.mesh))
         shape = VerifyShape(self.rows, self.pages, Sampling(), tokens, proposal is not None, None)
