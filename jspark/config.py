@@ -181,6 +181,10 @@ class EngineConfig:
     padding in every step: for runs of many prompts. overlap: dispatch a step before the last one is collected
     (None: on GPUs). attention_backend: what computes attention; auto is the fastest kernel that serves the model
     here, else XLA. prefix_cache: keep the pages of finished requests for later ones that begin alike.
+    background_compile: a step for which a larger program is ready runs that one, and a thread compiles its own;
+    off, a step compiles what it lacks, so that programs do not depend on time. freeze_cost_table: the cost table
+    is not corrected by the times of steps. profile_seconds: after which measuring a cost table at the start begins
+    no further program.
     """
 
     max_running_requests: int = 0
@@ -197,16 +201,25 @@ class EngineConfig:
     overlap: bool | None = None
     prefix_cache: bool = True
     attention_backend: AttentionBackend = "auto"
+    background_compile: bool = False
+    freeze_cost_table: bool = False
+    profile_seconds: int = 0
 
     def __post_init__(self) -> None:
         sizes = ("max_running_requests", "page_size", "max_total_tokens", "context_length")
-        for name in (*sizes, "chunked_prefill_size", "block_size"):
+        for name in (*sizes, "chunked_prefill_size", "block_size", "profile_seconds"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise UserError(f"{name} is {value!r}; it must be a whole number")
         if self.max_running_requests > MAX_SLOTS:
             raise UserError(f"max_running_requests is {self.max_running_requests}; it must be at most {MAX_SLOTS}")
-        for name in ("max_running_requests", "max_total_tokens", "context_length", "block_size"):
+        for name in (
+            "max_running_requests",
+            "max_total_tokens",
+            "context_length",
+            "block_size",
+            "profile_seconds",
+        ):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be 0 (choose for me) or positive")
         for name in ("page_size", "chunked_prefill_size"):

@@ -87,8 +87,13 @@ class SpeculationFlags:
     """Calibration of the drafter's confidence: JSON with "temperatures", one a drafted token."""
     verify_mode: VerifyMode = "compact"
     """compact verifies the chosen windows, static every draft; cap-accept pays for static, commits compact's."""
-    verify_policy: Annotated[str, arg(metavar="full|fixed:K|threshold:X|argmax:FILE")] = "full"
-    """How much of each block is verified; FILE is a cost table."""
+    verify_policy: Annotated[str, arg(metavar="auto|full|fixed:K|threshold:X|argmax|argmax:FILE")] = "auto"
+    """How much of each block is verified. argmax: what pays best by the cost table, in FILE or measured here;
+    auto: argmax where the drafter has a confidence head and there is a cost table, else full."""
+    speculative_dspark_sps_table_path: Annotated[
+        str | None, arg(metavar="FILE", help_behavior_hint="(default: the one measured on this device)")
+    ] = None
+    """The cost table: one that jspark profile wrote, or either form of SGLang's."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,10 @@ class EngineFlags:
     """What computes attention; auto is the fastest kernel that serves the model on this device, else XLA."""
     prefix_cache: Annotated[bool, arg(name="radix-cache")] = True
     """Keep the pages of finished answers for later prompts that begin alike."""
+    profile_seconds: Annotated[int, arg(help_behavior_hint="(default: 20 on the CPU, 120 elsewhere)")] = 0
+    """Seconds after which measuring the cost table begins no further program."""
+    freeze_cost_table: bool = False
+    """Leaves the cost table as it was measured, whatever the steps take."""
 
 
 @dataclass(frozen=True)
@@ -241,9 +250,13 @@ def _read(path: str, what: str) -> str:
 
 
 def open_llm(
-    model: ModelFlags, speculation: SpeculationFlags, engine: EngineFlags, observer: Observer | None = None
+    model: ModelFlags,
+    speculation: SpeculationFlags,
+    engine: EngineFlags,
+    observer: Observer | None = None,
+    **more: Any,
 ) -> LLM:
-    """The model that the flags describe, loaded; UserError for what cannot be. observer: see `LLM`."""
+    """The model that the flags describe, loaded; UserError for what cannot be. observer, more: see `LLM`."""
     from jspark.llm import LLM
 
     sts = speculation.speculative_dspark_confidence_sts_path
@@ -268,8 +281,10 @@ def open_llm(
         sts=None if sts is None else read_temperatures(sts),
         verify_mode=speculation.verify_mode,
         block_size=size or steps,
+        cost=speculation.speculative_dspark_sps_table_path,
         observer=observer,
         **asdict(engine),
+        **more,
     )
 
 
@@ -285,6 +300,7 @@ _FLAGS = {
     "block_size": "--speculative-dspark-block-size",
     "sts": "--speculative-dspark-confidence-sts-path",
     "policy": "--verify-policy",
+    "cost": "--speculative-dspark-sps-table-path",
 }
 
 

@@ -16,11 +16,11 @@ import numpy as np
 from jspark.budget import BatchState, Full, Plan, Policy
 from jspark.calibration import Temperatures
 from jspark.config import EngineConfig
-from jspark.cost import CostTable
 from jspark.online import AcceptanceByPosition
-from jspark.programs import at_least
 from jspark.results import Flight
 from jspark.scheduler import Running, Work
+from jspark.shapes import at_least
+from jspark.step_cost import StepCost
 
 #: Steps of plain decoding after which a block is drafted again, to see whether it would pay.
 PROBE_EVERY = 64
@@ -49,14 +49,13 @@ class Planner:
         block_size: int,
         least_tokens: int,
         policy: Policy | None,
-        cost: CostTable | None,
+        cost: StepCost,
         sts: Temperatures | Sequence[float] | None,
     ):
         self.policy = policy or Full()
         self.acceptance = AcceptanceByPosition(block_size)
         self.block_size = block_size
-        self.cost = cost
-        self._config = config
+        self._config, self._cost = config, cost
         self._sts = None if sts is None else Temperatures.of(sts).table(block_size)
         self._least, self._undrafted = least_tokens, 0
         # By slot: who has it, its class, whether it may draft, and its confidence as of two steps ago, NaN where
@@ -69,7 +68,7 @@ class Planner:
         if block_size:
             # A policy that cannot plan says so here, not in the middle of a batch.
             unknown = np.full((1, block_size), np.nan)
-            self.policy.plan(BatchState(1, block_size, (block_size + 1,), unknown, unknown, cost))
+            self.policy.plan(BatchState(1, block_size, (block_size + 1,), unknown, unknown, cost.table))
 
     def admit(self, running: Running) -> None:
         """Notes the slot's new owner."""
@@ -114,7 +113,7 @@ class Planner:
         plan = self.policy.plan(
             BatchState(
                 rows=len(decode),
-                cost=self.cost,
+                cost=self._cost.table,
                 block_size=self.block_size,
                 tiers=tiers,
                 conditional=conditional,

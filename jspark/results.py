@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jspark.logprobs import Logprobs, told
-from jspark.programs import VerifyShape
 from jspark.record import StepRecord
 from jspark.request import FinishReason, Update
 from jspark.scheduler import Chunk, Running
+from jspark.shapes import VerifyShape
 from jspark.state import PackedPacket
 
 
