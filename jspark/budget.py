@@ -49,7 +49,8 @@ class Plan:
 
     budget: K, drafted tokens that the step verifies at most. threshold: windows end before the first
     conditional confidence below it. min_window, max_window: of every row, or one a row; max_window None is γ.
-    drafts: whether the step drafts at all; without, it is a step of plain decoding.
+    drafts: whether the step drafts at all; without, it is a step of plain decoding. probe: rows whose whole block
+    is verified for calibration; the engine's, no policy sets it.
     """
 
     budget: int
@@ -57,6 +58,7 @@ class Plan:
     min_window: int | np.ndarray = 0
     max_window: int | np.ndarray | None = None
     drafts: bool = True
+    probe: np.ndarray | None = None
 
 
 class Policy(Protocol):

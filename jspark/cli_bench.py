@@ -137,7 +137,7 @@ class Host:
         output = None if self.output is None else Path(self.output)
         if output is not None:
             report.check_output(output)
-        rows = tuple(_numbers(self.rows))
+        rows = whole_numbers("rows", self.rows)
         if min(*rows, self.layers, self.steps, self.scheduler_rows) < 1:
             raise UserError("--rows, --layers, --steps and --scheduler-rows must be at least 1; raise it")
         mesh = single_device_mesh()

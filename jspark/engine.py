@@ -27,12 +27,13 @@ from jspark.intake import SlotTables, check_ids
 from jspark.mask import Mask, host_mask, mask_size
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
+from jspark.online_sts import CalibrationFigures, online_calibration
 from jspark.planner import Planner
 from jspark.profile import Profile, Tell, tell_nobody
 from jspark.programs import Programs
 from jspark.propose import Proposal
 from jspark.record import Observer
-from jspark.request import LOGPROB_STEPS, Request, Update
+from jspark.request import LOGPROB_STEPS, Request, Stats, Update
 from jspark.results import Flight, record, take_in
 from jspark.scheduler import Running, Scheduler, Work
 from jspark.shapes import VerifyShape, at_least
@@ -82,6 +83,9 @@ class Engine:
         spec = replace(spec, attention=attention(config, spec, self.mesh))
         self._observer = observer
         table = None if sts is None else Temperatures.of(sts).table(self.block_size)
+        self._calibration = online_calibration(config, spec.drafter, self.block_size, table)
+        if self._calibration is not None:
+            table = self._calibration.temperatures
         background = config.background_compile
         self.programs = Programs(spec, model, self.drafter, self.mesh, table, background)
         pages = -(-config.max_total_tokens // config.page_size) + 1
@@ -107,18 +111,27 @@ class Engine:
         self._vocab_size = target_config.vocab_size
         self.least_tokens = least_tokens(self.mesh)
         self.arguments = Arguments(config, spec, self.scheduler)
-        self._overlap = (
+        #: Whether a step is dispatched before the one before it is collected.
+        self.overlap = (
             config.overlap if config.overlap is not None else self.mesh.devices.flat[0].platform != "cpu"
         )
         self._flights: deque[Flight] = deque()
+        #: Figures of the requests that have ended.
+        self.totals = Stats()
         self._step = 0
         self.programs.expect(self._pools, self._slots, self.arguments.blank)
-        self._cost = StepCost(config, self.programs, self.scheduler, self.arguments.page_steps, self._overlap)
+        self._cost = StepCost(config, self.programs, self.scheduler, self.arguments.page_steps, self.overlap)
         if cost is not None:
             self._cost.install(cost)
         elif drafter:
             self._pools = self._cost.provide(policy, measure_cost, tell, self._pools)
-        self._planner = Planner(config, self.block_size, self.least_tokens, policy, self._cost, sts)
+        of_confidence = table, self._calibration
+        self._planner = Planner(config, self.block_size, self.least_tokens, policy, self._cost, *of_confidence)
+
+    @property
+    def temperatures(self) -> np.ndarray | None:
+        """Of confidence, [2, γ], as they are now; None without any."""
+        return self._planner.temperatures
 
     @property
     def policy(self) -> Policy:
@@ -171,7 +184,14 @@ class Engine:
 
     def abort(self, request_id: int) -> None:
         """Ends a request now, wherever it is; its pages are free at once. Unknown ids are ignored."""
+        if request_id in self.scheduler.running:
+            self.totals.add(self.scheduler.running[request_id].stats)
         self.scheduler.drop(request_id)
+
+    @property
+    def calibration(self) -> CalibrationFigures | None:
+        """How honest confidence is of late, for the thread that steps to ask; None where nothing watches it."""
+        return None if self._calibration is None else self._calibration.figures
 
     @property
     def idle(self) -> bool:
@@ -192,16 +212,24 @@ class Engine:
         Without overlap the results of the step itself are handled; budgets are two steps old in both cases, so
         the tokens are the same.
         """
+        self._recalibrate()
         admitted = self.scheduler.admit(time.perf_counter())
         if admitted:
             self._admit(admitted)
         flight, updates = self._dispatch()
         if flight is not None:
             self._flights.append(flight)
-        keep = 1 if self._overlap and flight is not None else 0
+        keep = 1 if self.overlap and flight is not None else 0
         while len(self._flights) > keep:
             updates += self._collect(self._flights.popleft())
         return updates
+
+    def _recalibrate(self) -> None:
+        """New temperatures of confidence, if a refit has ended; steps in flight keep theirs."""
+        table = None if self._calibration is None else self._calibration.poll()
+        if table is not None:
+            self.programs.use_temperatures(table)
+            self._planner.temperatures = table
 
     def _admit(self, admitted: list[Running]) -> None:
         """Writes new requests into the device's slot table."""
@@ -259,7 +287,19 @@ class Engine:
         self._step += 1
         admissions = [r.admission for r in work.decode]
         slots = work.slots[: len(admissions)]
-        flight = Flight(self._step, shape, now, packet, work.decode, slots, admissions, drafted, work.chunks)
+        flight = Flight(
+            self._step,
+            shape,
+            now,
+            packet,
+            work.decode,
+            slots,
+            admissions,
+            drafted,
+            work.chunks,
+            self._planner.temperatures,
+            plan.probe,
+        )
         return flight, updates
 
     def _mask(self, work: Work, shape: VerifyShape, proposal: Proposal | None) -> tuple[Mask | None, list[Update]]:
@@ -292,7 +332,11 @@ class Engine:
         self._planner.tell(flight, packet)
         if self._observer is not None:
             self._observer(record(flight, packet, now, self.block_size))
-        return take_in(flight, packet, now, self.scheduler.release)
+        updates = take_in(flight, packet, now, self.scheduler.release)
+        for update in updates:
+            if update.finish_reason is not None:
+                self.totals.add(update.stats)
+        return updates
 
 
 def _most(asked: Iterable[int | None]) -> int | None:

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import arg
 
 from jspark.calibration import read_temperatures
-from jspark.config import Algorithm, AttentionBackend, DType, EngineConfig, LoadFormat, VerifyMode
+from jspark.config import (
+    Algorithm,
+    AttentionBackend,
+    DType,
+    EngineConfig,
+    LoadFormat,
+    OnlineCalibrationMode,
+    VerifyMode,
+)
 from jspark.errors import UserError
 from jspark.request import Sampler, SamplingParams
 from jspark.structured import StructuredOutputs
@@ -94,6 +102,10 @@ class SpeculationFlags:
         str | None, arg(metavar="FILE", help_behavior_hint="(default: the one measured on this device)")
     ] = None
     """The cost table: one that jspark profile wrote, or either form of SGLang's."""
+    online_calibration: OnlineCalibrationMode = "off"
+    """Watches how honest the drafter's confidence is, and refits it where it drifts; frozen only watches."""
+    probe_share: float = EngineConfig.probe_share
+    """Chance of an answer's step to be verified whole for that."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +131,10 @@ class EngineFlags:
     """What computes attention; auto is the fastest kernel that serves the model on this device, else XLA."""
     prefix_cache: Annotated[bool, arg(name="radix-cache")] = True
     """Keep the pages of finished answers for later prompts that begin alike."""
+    disable_overlap_schedule: Annotated[bool, arg(help_behavior_hint="(default: only on CPUs)")] = False
+    """Waits for the results of a step before the next one is begun; the tokens are the same."""
+    trace_out: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
+    """Records every step for replay (docs/traces.md)."""
     profile_seconds: Annotated[int, arg(help_behavior_hint="(default: 20 on the CPU, 120 elsewhere)")] = 0
     """Seconds after which measuring the cost table begins no further program."""
     freeze_cost_table: bool = False
@@ -265,6 +281,7 @@ def open_llm(
         raise UserError(
             "--speculative-num-steps is EAGLE3's; give other drafters --speculative-dspark-block-size alone"
         )
+    options = asdict(engine)
     return LLM(
         model.model_path,
         speculation.speculative_draft_model_path,
@@ -283,7 +300,10 @@ def open_llm(
         block_size=size or steps,
         cost=speculation.speculative_dspark_sps_table_path,
         observer=observer,
-        **asdict(engine),
+        online_calibration=speculation.online_calibration,
+        probe_share=speculation.probe_share,
+        overlap=False if options.pop("disable_overlap_schedule") else None,
+        **options,
         **more,
     )
 

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+import jspark
 from jspark import probe, programs
 from jspark.answer import Answer, Delta, Output
 from jspark.budget import Auto, Full, Policy, Threshold, parse_policy
@@ -34,10 +35,11 @@ from jspark.errors import UserError
 from jspark.grammar import Grammar, Grammars
 from jspark.loading import Draft, Target, find_drafter, load_drafter, load_target
 from jspark.profile import Tell, tell_nobody
-from jspark.record import Observer
+from jspark.record import Observer, StepRecord
 from jspark.request import Request, SamplingParams
 from jspark.structured import StructuredOutputs
 from jspark.text import TextStream
+from jspark.trace import Header, TraceWriter
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -62,8 +64,9 @@ class LLM:
     where there is none, and the policy would use it, measures one now (`argmax` does so unasked); tell: hears how
     far that is. sts: temperatures of the drafter's confidence, one a drafted
     token (`calibration.read_temperatures`). seed: of the untrained drafter, and of the requests that bring
-    none. observer: sees a `StepRecord` of every step; request ids rise in the order of prompts. engine: fields
-    of `EngineConfig`, such as verify_mode, block_size, max_running_requests, page_size, max_total_tokens,
+    none. observer: sees a `StepRecord` of every step; request ids rise in the order of prompts. trace_out: a file
+    that every step is recorded in (`jspark.trace`), whole after `trace.close` or at the interpreter's end. engine:
+    fields of `EngineConfig`, such as verify_mode, block_size, max_running_requests, page_size, max_total_tokens,
     context_length, chunked_prefill_size, attention_backend, prefix_cache, background_compile.
 
     Raises:
@@ -93,6 +96,7 @@ class LLM:
         seed: int | None = None,
         mesh: Mesh | None = None,
         observer: Observer | None = None,
+        trace_out: str | PathLike[str] | None = None,
         **engine: Any,
     ):
         unknown = sorted(engine.keys() - _ENGINE_FIELDS)
@@ -125,7 +129,7 @@ class LLM:
             self._policy = Full() if self._policy == Auto() else self._policy
         if sts is None and found and found.calibration and not engine.get("block_size"):
             sts = read_temperatures(found.calibration)
-        self._sts, self._observer = sts, observer
+        self._sts, self._observer, self._traces = sts, observer, trace_out is not None
         template = None if chat_template is None else read_template(chat_template)
         programs.use_compilation_cache()
         if not isinstance(model, Target):
@@ -160,6 +164,8 @@ class LLM:
         # Held while requests and the engine change, not while a caller looks at an answer.
         self._lock = threading.RLock()
         self._config = self.engine.config
+        #: What writes `trace_out`; None without one.
+        self.trace = None if trace_out is None else TraceWriter(fspath(trace_out), self._trace_header())
         if self._drafter and found and found.checkpoint and draft_probe:
             prompt = model.text_ids(probe.TEXT) if model.tokenizer else []
             prompt = prompt or probe.arbitrary_prompt(model.config.vocab_size)
@@ -185,6 +191,28 @@ class LLM:
                 if given:
                     raise UserError(f"{what} needs a confidence head, which this drafter does not have; drop it")
 
+    def _observe(self, record: StepRecord) -> None:
+        if self._observer is not None:
+            self._observer(record)
+        if self.trace is not None:
+            self.trace(record)
+
+    def _trace_header(self) -> Header:
+        engine = self.engine
+        table = engine.temperatures
+        return Header(
+            model=self.target.name,
+            drafter=self.draft_name,
+            block_size=engine.block_size,
+            verify_mode=self._config.verify_mode,
+            policy=repr(self._policy),
+            page_size=self._config.page_size,
+            overlap=engine.overlap,
+            temperatures=None if table is None else table.tolist(),
+            versions={"jspark": jspark.__version__, "jax": jax.__version__, "numpy": np.__version__},
+            device=self.target.mesh.devices.flat[0].device_kind,
+        )
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights of target and drafter; what the two share counts once."""
@@ -207,7 +235,7 @@ class LLM:
                     tell=self._tell,
                     mesh=self.target.mesh,
                     sts=self._sts,
-                    observer=self._observer,
+                    observer=self._observe if self._observer or self._traces else None,
                 )
             except (MemoryError, jax.errors.JaxRuntimeError) as e:
                 if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(e):
@@ -350,6 +378,7 @@ class LLM:
             prompt=i,
             index=index,
             echo=echo,
+            whole_blocks=self._config.verify_mode != "compact",
         )
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:

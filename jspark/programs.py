@@ -27,6 +27,7 @@ from jspark.checkpoint.cache import cache_dir, make_folder
 from jspark.mask import Mask, host_mask
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
+from jspark.packing import Layout
 from jspark.propose import Proposal
 from jspark.shapes import ProposeShape, VerifyShape, cheapest
 from jspark.state import PackedArgs, PackedPacket, Packet, SlotTable, admit, packet_layout
@@ -95,6 +96,10 @@ class Programs:
         self._options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False} if gpu else {}
         # float32 means float32: without this a GPU multiplies in tf32.
         self._precision = partial(jax.default_matmul_precision, "highest") if exact else contextlib.nullcontext
+
+    def use_temperatures(self, table: np.ndarray) -> None:
+        """Other temperatures from the next step on; for an engine that began with some."""
+        self._sts = self.place(np.asarray(table, np.float32))
 
     def place(self, host: Any) -> Any:
         """Host arrays on every device of the mesh."""

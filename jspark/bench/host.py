@@ -43,7 +43,7 @@ from jspark.state import PackedArgs, PackedPacket, SlotTable, packet_layout
 from jspark.step import Pools
 
 if TYPE_CHECKING:
-    pass
+    from matplotlib.axes import Axes
 
 #: Time of this thread alone: what else runs on the machine makes it longer by cold caches only.
 now = time.thread_time
