@@ -161,7 +161,7 @@ class Kernels:
     ] = None
     """Of queries and KV cache."""
     soak: Annotated[float, arg(metavar="SECONDS", help_behavior_hint="(default: 0, none)")] = 0.0
-    """First check random shapes for so long."""
+    """Check random shapes for so long instead; the record holds their errors."""
     seed: int = 0
     """Of the random shapes."""
     output: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none, only the table)")] = None
@@ -179,14 +179,18 @@ class Kernels:
         cpu = mesh.devices.flat[0].platform == "cpu"
         record = report.describe("kernels", report.command_line("jspark bench kernels", self), mesh)
         dtype = self.dtype or ("float32" if cpu else "bfloat16")
-        soak = kernels.soak(mesh, dtype, self.soak, self.seed) if self.soak else None
-        results = {**kernels.measure(mesh, dtype), "soak": soak}
+        if self.soak:
+            results = kernels.soak(mesh, dtype, self.soak, self.seed)
+            show, draw = kernels.show_soak, kernels.draw_soak
+        else:
+            results = kernels.measure(mesh, dtype)
+            show, draw = kernels.show, kernels.draw
         record["results"] = results
         if output is not None:
-            report.save(record, output, lambda axes: kernels.draw(results, axes))
-        kernels.show(results)
+            report.save(record, output, lambda axes: draw(results, axes))
+        show(results)
         if cpu:
-            print("The kernels need an NVIDIA GPU: on a CPU this shows tiny cases of the XLA reference.")
+            print("The kernels need an NVIDIA GPU: on a CPU this runs the XLA reference, on small cases.")
         return 0
 
 

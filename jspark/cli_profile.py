@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,7 +56,8 @@ class ProfileCommand:
             raise UserError(
                 "the table is measured here and one was given; drop --speculative-dspark-sps-table-path"
             )
-        llm = open_llm(self.model, self.speculation, self.engine, policy="full")
+        # No policy, so that nothing is measured before.
+        llm = open_llm(self.model, replace(self.speculation, verify_policy="full"), self.engine)
         command = "jspark profile"
         for flags in (self.model, self.speculation, self.engine):
             command = report.command_line(command, flags)

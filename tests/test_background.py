@@ -6,12 +6,16 @@ import warnings
 from collections.abc import Iterator
 from functools import cache
 
+import httpx
+import pytest
+from serving import running
 from support import check_equals_plain, drafter, mesh, plain, prompts, run, target
 
 from jspark.background import Background
 from jspark.config import EngineConfig
 from jspark.engine import Engine
 from jspark.errors import JsparkWarning
+from jspark.llm import LLM
 from jspark.programs import Programs
 from jspark.request import Request, SamplingParams
 from jspark.shapes import VerifyShape
@@ -157,3 +161,19 @@ def test_work_ends_with_its_owner():
     go.set()
     background.wait()
     assert len(seen) <= 1
+
+
+@pytest.mark.slow
+def test_a_server_answers_before_its_last_program_is_compiled(goldens):
+    folder = str(goldens / "qwen3_tiny")
+    sizes = {"max_running_requests": 2, "page_size": 16, "context_length": 96, "chunked_prefill_size": 32}
+    llm = LLM(folder, str(goldens / NAME), draft_probe=False, background_compile=True, **sizes)
+    request = requests()[0]
+    background = llm.engine.programs.background
+    with running(llm, ready=False) as server:
+        server.wait(lambda: server.server.engine.state == "ready", 300)
+        assert background.busy, "ready, and not all is compiled"
+        body = {"input_ids": list(request.prompt), "sampling_params": {"temperature": 0, "max_new_tokens": 6}}
+        answer = httpx.post(f"{server.address}/generate", json=body, timeout=120).json()
+        check_equals_plain(request, answer["output_ids"], expected()[0], [])
+    assert not background.left, "the end does not wait for the rest"
