@@ -23,9 +23,10 @@ class Output:
     prefill. accept_length: tokens after the first, per step; None without a step. window_histogram[n]: steps that
     sent n drafted tokens to verification; accepted_histogram[n]: steps that accepted n of them (both γ + 1 long).
     Seconds run from admission to the first token, and from there to the last; compilation on first use is inside
-    them. cached_tokens: tokens of the prompt that the prefix cache held. logprobs: one entry a token of
-    output_ids. prompt_logprobs: one a prompt token, None for the first, which nothing predicts. Both are None
-    where not asked for.
+    them. cached_tokens: tokens of the prompt that the prefix cache held. utilisation: accepted drafts under the
+    windows over those of whole blocks; None where only windows were verified (compact). logprobs: one entry a
+    token of output_ids. prompt_logprobs: one a prompt token, None for the first, which nothing predicts. Both are
+    None where not asked for.
     """
 
     model: str
@@ -43,6 +44,7 @@ class Output:
     prefill_seconds: float
     decode_seconds: float
     cached_tokens: int = 0
+    utilisation: float | None = None
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
@@ -66,7 +68,7 @@ class Answer:
     """One request on its way to an Output.
 
     prompt, index: of which prompt of a call, and which continuation of it. limit: tokens it may have. echo: what
-    its text begins with.
+    its text begins with. whole_blocks: the engine verifies whole blocks.
     """
 
     def __init__(
@@ -80,9 +82,11 @@ class Answer:
         prompt: int,
         index: int,
         echo: str,
+        whole_blocks: bool,
     ):
         self.request, self.limit, self.prompt, self.index = request, limit, prompt, index
         self.echo = echo
+        self._whole_blocks = whole_blocks
         self.finish_reason: FinishReason | None = None
         self._text = text
         self._block_size = block_size
@@ -158,6 +162,7 @@ class Answer:
             prefill_seconds=stats.prefill_seconds,
             decode_seconds=stats.decode_seconds,
             cached_tokens=self.cached_tokens,
+            utilisation=stats.utilisation if self._whole_blocks else None,
             logprobs=None if params.logprobs is None else self._logprobs,
             prompt_logprobs=None if params.prompt_logprobs is None else self.prompt_logprobs,
         )

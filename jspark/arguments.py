@@ -8,6 +8,7 @@ Does not know: what a step should do (scheduler.py, planner.py), or programs (en
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from jspark.budget import Plan
 from jspark.config import EngineConfig
 from jspark.packing import Layout
 from jspark.pallas.ragged_attention import Segments, Tiles
-from jspark.programs import at_least, ladder
 from jspark.scheduler import Chunk, Running, Scheduler, Work
+from jspark.shapes import VerifyShape, at_least, ladder
 from jspark.state import SLOT, PackedArgs, Prefill, StepArgs
 from jspark.step import Spec
 
@@ -43,15 +44,15 @@ class Arguments:
         self.tile = min(TILE, chunk)
         # The reference gathers whole tables; a kernel reads only what it needs of one.
         widest = config.single_shapes or self._kernels
-        self._page_steps = ladder(most_pages if widest else max(1, 256 // config.page_size), most_pages)
-        self._chunk_steps = ladder(chunk if config.single_shapes else self.tile, chunk)
-        self.most_tiles = self._tiles(self._chunk_steps[-1])
+        self.page_steps = ladder(most_pages if widest else max(1, 256 // config.page_size), most_pages)
+        self.chunk_steps = ladder(chunk if config.single_shapes else self.tile, chunk)
+        self.most_tiles = self._tiles(self.chunk_steps[-1])
         self._step_layouts: dict[int, Layout[StepArgs]] = {}
         self._prefill_layouts: dict[Any, Layout[Prefill]] = {}
 
     def pages(self, tokens: int) -> int:
         """Columns of the page tables of a program whose rows hold up to `tokens` tokens."""
-        return at_least(self._page_steps, self._scheduler.allocator.pages_for(tokens))
+        return at_least(self.page_steps, self._scheduler.allocator.pages_for(tokens))
 
     # ── new requests ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -92,25 +93,43 @@ class Arguments:
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def step(
-        self, work: Work, count: int, plan: Plan, verify_tokens: int
-    ) -> tuple[PackedArgs, int, PrefillShape | None]:
-        """Arguments of a step with `count` bucketed rows, the page count they look at, and its prefill shape."""
+    def wanted(self, work: Work) -> tuple[int, PrefillShape | None]:
+        """The page count that the step's rows look at, and the shape of its prefill rows."""
+        return at_least(self.page_steps, work.pages), self._prefill_shape(work.chunks)
+
+    def step(self, work: Work, shape: VerifyShape, plan: Plan) -> PackedArgs:
+        """Arguments of a step in programs of that shape, which serves it."""
         decode = len(work.decode)
-        layout = self._step_layouts.get(count)
-        if layout is None:
-            layout = self._step_layouts[count] = self._step_layout(count)
-        words, args = layout.blank()
+        packed = self.blank(shape)
+        words: Any = packed.words
+        args = packed.layout.view(words)
         args.slot[: len(work.slots)] = work.slots
         args.decode[:decode] = 1
         args.budget[()], args.threshold[()] = plan.budget, plan.threshold
         args.min_window[:decode] = plan.min_window
         if plan.max_window is not None:
             args.max_window[:decode] = plan.max_window
-        pages = at_least(self._page_steps, work.pages)
-        prefill, prefill_layout, shape = self._prefill(work, count, verify_tokens)
-        table: Any = self._scheduler.table[args.slot, :pages]
-        return PackedArgs(words, table, prefill, layout, prefill_layout), pages, shape  # type: ignore[arg-type]
+        if work.chunks:
+            assert packed.prefill_layout is not None
+            prefill: Any = packed.prefill
+            self._fill_chunks(packed.prefill_layout.view(prefill), work, shape.verify_tokens)
+        return replace(packed, table=self._scheduler.table[args.slot, : shape.pages])
+
+    def blank(self, shape: VerifyShape) -> PackedArgs:
+        """Arguments of a step that does nothing."""
+        layout = self._step_layouts.get(shape.rows)
+        if layout is None:
+            layout = self._step_layouts[shape.rows] = self._step_layout(shape.rows)
+        table: Any = np.zeros((shape.rows, shape.pages), np.int32)
+        words: Any = layout.blank()[0]
+        if shape.prefill is None:
+            return PackedArgs(words, table, None, layout, None)
+        key = shape.prefill, shape.rows, shape.verify_tokens, self._chain or shape.prompt_logprobs is not None
+        prefill = self._prefill_layouts.get(key)
+        if prefill is None:
+            prefill = self._prefill_layouts[key] = self._prefill_layout(*key)
+        rows: Any = prefill.blank()[0]
+        return PackedArgs(words, table, rows, layout, prefill)
 
     def _step_layout(self, count: int) -> Layout[StepArgs]:
         fields: dict[str, Any] = {
@@ -127,31 +146,26 @@ class Arguments:
         """Tiles of a program with so many prefill rows: twice what they fill, since prompts end inside tiles."""
         return 2 * -(-tokens // self.tile)
 
-    def _prefill(
-        self, work: Work, count: int, verify_tokens: int
-    ) -> tuple[np.ndarray | None, Layout[Prefill] | None, PrefillShape | None]:
-        chunks = work.chunks
+    def _prefill_shape(self, chunks: Sequence[Chunk]) -> PrefillShape | None:
         if not chunks:
-            return None, None, None
+            return None
         sizes = [c.stop - c.start for c in chunks]
         needed = sum(-(-size // self.tile) for size in sizes)
         # Many short prompts need more tiles than their tokens alone would.
-        enough = (s for s in self._chunk_steps if self._kernels or self._tiles(s) >= needed)
+        enough = (s for s in self.chunk_steps if self._kernels or self._tiles(s) >= needed)
         total = next(s for s in enough if s >= sum(sizes))
-        shape = (total, 0, 0) if self._kernels else (total, self._tiles(total), self.tile)
-        if len(chunks) == 1 and total > self.tile and not self._kernels:
-            # One prompt: its pages are gathered once, not once a tile.
-            shape = (total, 1, total)
-        following = self._chain or any(c.running.request.params.prompt_logprobs is not None for c in chunks)
-        key = (shape, count, following)
-        layout = self._prefill_layouts.get(key)
-        if layout is None:
-            layout = self._prefill_layouts[key] = self._prefill_layout(*key)
-        words, prefill = layout.blank()
-        self._fill_chunks(prefill, work, sizes, verify_tokens)
-        return words, layout, shape
+        # One prompt: its pages are gathered once, not once a tile.
+        return self.prefill_shape(total, alone=len(chunks) == 1)
 
-    def _prefill_layout(self, shape: PrefillShape, count: int, following: bool) -> Layout[Prefill]:
+    def prefill_shape(self, total: int, alone: bool) -> PrefillShape:
+        """The shape of `total` prefill rows, of one prompt or of several."""
+        if self._kernels:
+            return total, 0, 0
+        return (total, 1, total) if alone and total > self.tile else (total, self._tiles(total), self.tile)
+
+    def _prefill_layout(
+        self, shape: PrefillShape, count: int, verify_tokens: int, following: bool
+    ) -> Layout[Prefill]:
         total, tiles, tile = shape
 
         def ints(*shape: int) -> Any:
@@ -161,13 +175,14 @@ class Arguments:
         if self._kernels:
             segments = Segments(start=ints(count + 1), row=ints(count), length=ints(count), max_rows=total)
         else:
-            rectangles = Tiles(index=ints(tiles, tile), row=ints(tiles))
+            rectangles = Tiles(index=ints(tiles, tile) + verify_tokens + total, row=ints(tiles))
         row: Any = np.full(total, count, np.int32)
         more = ints(total) if following else None
         return Layout(Prefill(ints(total), ints(total), row, rectangles, segments, more))
 
-    def _fill_chunks(self, prefill: Any, work: Work, sizes: list[int], verify_tokens: int) -> None:
+    def _fill_chunks(self, prefill: Any, work: Work, verify_tokens: int) -> None:
         chunks: list[Chunk] = work.chunks
+        sizes = [c.stop - c.start for c in chunks]
         row_of = {id(r): i for i, r in enumerate(work.rows)}
         rows = [row_of[id(c.running)] for c in chunks]
         ends = np.cumsum(sizes)
@@ -185,7 +200,6 @@ class Arguments:
             return
         index, tile_row = prefill.tiles.index, prefill.tiles.row
         tile, used = index.shape[1], 0
-        index[:] = verify_tokens + len(prefill.tokens)
         for size, r, end in zip(sizes, rows, ends, strict=True):
             for first in range(0, size, tile):
                 here = min(tile, size - first)

@@ -49,7 +49,8 @@ class Plan:
 
     budget: K, drafted tokens that the step verifies at most. threshold: windows end before the first
     conditional confidence below it. min_window, max_window: of every row, or one a row; max_window None is γ.
-    drafts: whether the step drafts at all; without, it is a step of plain decoding.
+    drafts: whether the step drafts at all; without, it is a step of plain decoding. probe: rows whose whole block
+    is verified for calibration; the engine's, no policy sets it.
     """
 
     budget: int
@@ -57,10 +58,14 @@ class Plan:
     min_window: int | np.ndarray = 0
     max_window: int | np.ndarray | None = None
     drafts: bool = True
+    probe: np.ndarray | None = None
 
 
 class Policy(Protocol):
-    """Chooses the plan of a step from what was known two steps before."""
+    """Chooses the plan of a step from what was known two steps before.
+
+    A policy with an attribute `needs_cost` that is true gets an engine that measures its cost table.
+    """
 
     def plan(self, state: BatchState) -> Plan:
         """The plan of the next step."""
@@ -74,6 +79,15 @@ class Full:
     def plan(self, state: BatchState) -> Plan:
         """K = rows · γ."""
         return Plan(state.rows * state.block_size)
+
+
+@dataclass(frozen=True)
+class Auto:
+    """`GlobalArgmax` once the engine has a cost table, `Full` before."""
+
+    def plan(self, state: BatchState) -> Plan:
+        """The plan of whichever it is."""
+        return (Full() if state.cost is None else GlobalArgmax()).plan(state)
 
 
 @dataclass(frozen=True)
@@ -121,6 +135,11 @@ class GlobalArgmax:
     cost: CostTable | None = None
     min_gain: float = 0.02
 
+    @property
+    def needs_cost(self) -> bool:
+        """It has no table of its own, so the engine must have one."""
+        return self.cost is None
+
     def plan(self, state: BatchState) -> Plan:
         """The budget of the best tier; raises UserError when there is no cost table at all."""
         cost = self.cost or state.cost
@@ -149,11 +168,13 @@ class GlobalArgmax:
 
 
 def parse_policy(text: str) -> Policy:
-    """The policy named on a command line: full, fixed:3, threshold:0.5, argmax, argmax:table.json.
+    """The policy named on a command line: auto, full, fixed:3, threshold:0.5, argmax, argmax:table.json.
 
     `argmax` alone plans with the engine's own cost table. Raises UserError for anything else.
     """
     name, _, value = text.partition(":")
+    if text == "auto":
+        return Auto()
     if text == "full":
         return Full()
     if text == "argmax":
@@ -170,4 +191,6 @@ def parse_policy(text: str) -> Policy:
         return Threshold(threshold)
     if name == "argmax" and value:
         return GlobalArgmax(CostTable.from_file(value))
-    raise UserError(f"unknown verify policy {text!r}; write full, fixed:K, threshold:X or argmax:FILE")
+    raise UserError(
+        f"unknown verify policy {text!r}; write auto, full, fixed:K, threshold:X, argmax or argmax:FILE"
+    )

@@ -1,6 +1,6 @@
 """Files of a confidence calibration: sequential temperature scaling (STS), one temperature a drafted token.
 
-Knows: the file's form. Does not know: drafters, or how temperatures are fitted (evaluate/sts.py) and used.
+Knows: the file's form. Does not know: drafters, or how temperatures are fitted (sts.py) and used.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from jspark.cli_data import Data
 from jspark.cli_eval import Eval
 from jspark.cli_generate import Generate
 from jspark.cli_info import Info
+from jspark.cli_profile import ProfileCommand, Warmup
 from jspark.cli_serve import Serve
 from jspark.cli_train import Train
 from jspark.demo import Demo
@@ -34,6 +35,8 @@ Command = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Serve, subcommand("serve")]
     | Annotated[Info, subcommand("info")]
+    | Annotated[ProfileCommand, subcommand("profile")]
+    | Annotated[Warmup, subcommand("warmup")]
     | Annotated[Convert, subcommand("convert")]
     | Annotated[Data, subcommand("data")]
     | Annotated[Train, subcommand("train")]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg, subcommand
 
+from jspark.cli_bench_engine import Soak, whole_numbers
 from jspark.config import AttentionBackend, DType
 from jspark.errors import UserError
 
@@ -100,7 +101,7 @@ class Step:
             model_path=self.model_path,
             shape=self.shape,
             dtype=self.dtype or ("float32" if cpu else "bfloat16"),
-            rows=tuple(_numbers(self.rows)) if self.rows else ((1, 8) if cpu else (1, 64)),
+            rows=whole_numbers("rows", self.rows) if self.rows else ((1, 8) if cpu else (1, 64)),
             context=self.context or (128 if cpu else 1024),
             block_size=self.block_size,
             steps=self.steps or (6 if cpu else 30),
@@ -138,7 +139,7 @@ class Host:
         output = None if self.output is None else Path(self.output)
         if output is not None:
             report.check_output(output)
-        rows = tuple(_numbers(self.rows))
+        rows = whole_numbers("rows", self.rows)
         if min(*rows, self.layers, self.steps, self.scheduler_rows) < 1:
             raise UserError("--rows, --layers, --steps and --scheduler-rows must be at least 1; raise it")
         mesh = single_device_mesh()
@@ -162,7 +163,7 @@ class Kernels:
     ] = None
     """Of queries and KV cache."""
     soak: Annotated[float, arg(metavar="SECONDS", help_behavior_hint="(default: 0, none)")] = 0.0
-    """First check random shapes for so long."""
+    """Check random shapes for so long instead; the record holds their errors."""
     seed: int = 0
     """Of the random shapes."""
     output: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none, only the table)")] = None
@@ -180,14 +181,18 @@ class Kernels:
         cpu = mesh.devices.flat[0].platform == "cpu"
         record = report.describe("kernels", report.command_line("jspark bench kernels", self), mesh)
         dtype = self.dtype or ("float32" if cpu else "bfloat16")
-        soak = kernels.soak(mesh, dtype, self.soak, self.seed) if self.soak else None
-        results = {**kernels.measure(mesh, dtype), "soak": soak}
+        if self.soak:
+            results = kernels.soak(mesh, dtype, self.soak, self.seed)
+            show, draw = kernels.show_soak, kernels.draw_soak
+        else:
+            results = kernels.measure(mesh, dtype)
+            show, draw = kernels.show, kernels.draw
         record["results"] = results
         if output is not None:
-            report.save(record, output, lambda axes: kernels.draw(results, axes))
-        kernels.show(results)
+            report.save(record, output, lambda axes: draw(results, axes))
+        show(results)
         if cpu:
-            print("The kernels need an NVIDIA GPU: on a CPU this shows tiny cases of the XLA reference.")
+            print("The kernels need an NVIDIA GPU: on a CPU this runs the XLA reference, on small cases.")
         return 0
 
 
@@ -325,15 +330,15 @@ class Serve:
         for name in ("cancelled", "seeded"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"--{name} is {getattr(self, name):g}; it must be between 0 and 1")
-        clients = () if self.concurrency == "none" else tuple(_numbers(self.concurrency, "--concurrency", "1,64"))
+        clients = () if self.concurrency == "none" else whole_numbers("concurrency", self.concurrency)
         if min(clients, default=1) < 1:
             raise UserError(f"--concurrency {self.concurrency!r} must be numbers of at least 1; correct it")
         if not clients and not self.starts:
             raise UserError("--concurrency none leaves nothing to measure; add --starts, or name numbers")
         if self.url is not None and (self.starts or self.engine_alone):
             raise UserError("--starts and --engine-alone need a server of their own; drop them, or drop --url")
-        ends = _numbers(self.prompt_tokens.replace("-", ","), "--prompt-tokens", "32 or 1-500")
-        if len(ends) > 2 or min(ends) < 1 or ends != sorted(ends):
+        ends = whole_numbers("prompt-tokens", self.prompt_tokens.replace("-", ","))
+        if not 1 <= len(ends) <= 2 or ends[0] < 1:
             raise UserError(f"--prompt-tokens {self.prompt_tokens!r} is no length or range; write 32 or 1-500")
         return Settings(
             concurrency=clients,
@@ -358,15 +363,9 @@ class Bench:
         | Annotated[Kernels, subcommand("kernels", prefix_name=False)]
         | Annotated[Training, subcommand("train", prefix_name=False)]
         | Annotated[Serve, subcommand("serve", prefix_name=False)]
+        | Annotated[Soak, subcommand("soak", prefix_name=False)]
     )
 
     def run(self) -> int:
         """Runs the chosen benchmark."""
         return self.what.run()
-
-
-def _numbers(text: str, flag: str = "--rows", example: str = "1,64") -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"{flag} {text!r} is no list of numbers; write {example}") from None

@@ -69,6 +69,8 @@ class Eval:
         arg(metavar="{float32,bfloat16}", help_behavior_hint="(default: float32 on the CPU, bfloat16 elsewhere)"),
     ] = None
     """Of weights and KV cache."""
+    disable_overlap_schedule: Annotated[bool, arg(help_behavior_hint="(default: only on CPUs)")] = False
+    """Waits for the results of a step before the next one is begun; the tokens are the same."""
 
     def run(self) -> int:
         """Measures what is not measured yet, shows and saves."""
@@ -98,6 +100,7 @@ class Eval:
             context_length=self.context_length,
             chunked_prefill_size=self.chunked_prefill_size,
             dtype=self.dtype,
+            overlap=False if self.disable_overlap_schedule else None,
         )
         folder = Path(self.output)
         _check_folder(folder)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jspark.cli_profile import Warmup
 from jspark.flags import EngineFlags, ModelFlags, SpeculationFlags, open_llm
 from serve.settings import ServerFlags
 
@@ -22,6 +23,10 @@ class Serve:
 
     def run(self) -> int:
         """Serves until a signal."""
+        if self.server.warmup_only:
+            return Warmup(self.model, self.speculation, self.engine).run()
         from serve.server import serve
 
-        return serve(lambda observer: open_llm(self.model, self.speculation, self.engine, observer), self.server)
+        more = {"measure_cost": True, "background_compile": self.server.background_compile}
+        flags = self.model, self.speculation, self.engine
+        return serve(lambda observer: open_llm(*flags, observer, **more), self.server)

@@ -14,6 +14,7 @@ from jspark.errors import UserError
 Algorithm = Literal["NONE", "DFLASH", "DSPARK", "EAGLE3"]
 DType = Literal["float32", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
+OnlineCalibrationMode = Literal["off", "on", "frozen"]
 AttentionBackend = Literal["auto", "mosaic", "triton", "xla"]
 VerifyMode = Literal["static", "compact", "cap-accept"]
 
@@ -181,6 +182,12 @@ class EngineConfig:
     padding in every step: for runs of many prompts. overlap: dispatch a step before the last one is collected
     (None: on GPUs). attention_backend: what computes attention; auto is the fastest kernel that serves the model
     here, else XLA. prefix_cache: keep the pages of finished requests for later ones that begin alike.
+    online_calibration: watch how honest confidence is, and refit its temperatures where it drifts; frozen only
+    watches. probe_share: chance of a row that its whole block is verified for that, whatever the policy says.
+    background_compile: a step for which a larger program is ready runs that one, and a thread compiles its own;
+    off, a step compiles what it lacks, so that programs do not depend on time. freeze_cost_table: the cost table
+    is not corrected by the times of steps. profile_seconds: after which measuring a cost table at the start begins
+    no further program.
     """
 
     max_running_requests: int = 0
@@ -197,21 +204,36 @@ class EngineConfig:
     overlap: bool | None = None
     prefix_cache: bool = True
     attention_backend: AttentionBackend = "auto"
+    online_calibration: OnlineCalibrationMode = "off"
+    probe_share: float = 1 / 64
+    background_compile: bool = False
+    freeze_cost_table: bool = False
+    profile_seconds: int = 0
 
     def __post_init__(self) -> None:
         sizes = ("max_running_requests", "page_size", "max_total_tokens", "context_length")
-        for name in (*sizes, "chunked_prefill_size", "block_size"):
+        for name in (*sizes, "chunked_prefill_size", "block_size", "profile_seconds"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise UserError(f"{name} is {value!r}; it must be a whole number")
         if self.max_running_requests > MAX_SLOTS:
             raise UserError(f"max_running_requests is {self.max_running_requests}; it must be at most {MAX_SLOTS}")
-        for name in ("max_running_requests", "max_total_tokens", "context_length", "block_size"):
+        for name in (
+            "max_running_requests",
+            "max_total_tokens",
+            "context_length",
+            "block_size",
+            "profile_seconds",
+        ):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be 0 (choose for me) or positive")
         for name in ("page_size", "chunked_prefill_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.online_calibration not in get_args(OnlineCalibrationMode):
+            raise UserError(f"online_calibration is {self.online_calibration!r}; it must be off, on or frozen")
+        if not (isinstance(self.probe_share, int | float) and 0 <= self.probe_share <= 1):
+            raise UserError(f"probe_share is {self.probe_share!r}; it must be a number from 0 to 1")
         if self.attention_backend not in get_args(AttentionBackend):
             raise UserError(
                 f"attention_backend is {self.attention_backend!r}; it must be "

@@ -1,7 +1,7 @@
 """What a step costs: the measured table, its file forms, and its correction while the engine runs.
 
 Knows: host numbers only.
-Does not know: how steps are timed (profile.py) or what is done with the cost (budget.py).
+Does not know: how programs are timed (profile.py) or what is done with the cost (budget.py).
 """
 
 from __future__ import annotations
@@ -188,3 +188,54 @@ class Correction:
     def factors(self) -> dict[int, float]:
         """Measured over predicted, by tier."""
         return {t: math.exp(f) for t, f in sorted(self._log_factor.items())}
+
+
+#: Measured steps between two corrections of the table that policies see.
+_APPLY_EVERY = 16
+#: Share of a step in the figures of late.
+_RECENT = 0.02
+
+
+@dataclass(frozen=True)
+class CostFigures:
+    """How well the table predicts. steps: measured ones. predicted, measured: seconds of a step, means of late.
+
+    factors: what correction has made of each tier's verification, 1 where it never ran. frozen: nothing is
+    corrected.
+    """
+
+    steps: int
+    predicted: float
+    measured: float
+    factors: dict[int, float]
+    frozen: bool
+
+
+class LiveCost:
+    """The table that policies see: `measured` at first, then corrected by the times of the engine's own steps.
+
+    frozen: the table stays as it is; predictions are compared with measurements all the same.
+    """
+
+    def __init__(self, measured: CostTable, frozen: bool = False):
+        self.measured = self.table = measured
+        self._correction = Correction()
+        self._correction.frozen = frozen
+        self._steps, self._means = 0, np.zeros(2)
+
+    def observe(self, tokens: int, predicted: float, seconds: float) -> None:
+        """Takes in a step of tier `tokens` that took `seconds`; predicted: by `table`."""
+        self._correction.observe(tokens, predicted, seconds)
+        pair = np.array([predicted, seconds])
+        # A plain mean until there are enough steps for one of late.
+        self._steps += 1
+        self._means += max(_RECENT, 1 / self._steps) * (pair - self._means)
+        if self._steps % _APPLY_EVERY == 0:
+            self.table = self._correction.apply(self.measured)
+
+    @property
+    def figures(self) -> CostFigures:
+        """What came of it so far."""
+        predicted, measured = self._means.tolist()
+        factors = dict.fromkeys(self.measured.verify, 1.0) | self._correction.factors
+        return CostFigures(self._steps, predicted, measured, factors, self._correction.frozen)

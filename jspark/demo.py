@@ -28,13 +28,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from jspark.llm import LLM, Output
+    from jspark.loading import Target
 
+#: Code is easy to foresee, poetry is not.
 QUESTIONS = (
-    "In two sentences: why is the sky blue?",
-    "Write four lines about a fox who crosses a frozen river.",
+    "Write a Python function that returns the n-th Fibonacci number.",
     "How do I make a good cup of tea?",
+    "Write four lines about a fox who crosses a frozen river.",
 )
 
+#: γ on a CPU: there every drafted token takes time of its own, and later ones are seldom accepted.
+_CPU_BLOCK_SIZE = 3
 
 #: The drafter that comes with the package, in records.
 _SHIPPED = "shipped"
@@ -57,6 +61,11 @@ class Demo:
         str | None, arg(metavar="PATH", help_behavior_hint="(default: the model's own, else untrained)")
     ] = None
     """The drafter's folder, or `untrained` for one of random weights."""
+    speculative_dspark_block_size: Annotated[
+        int | None,
+        arg(metavar="INT", help_behavior_hint="(default: 3 on the CPU with our own drafter, else the drafter's)"),
+    ] = None
+    """Drafted tokens a step, γ."""
     svg: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
     """Also writes what was shown as a picture."""
     output: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
@@ -78,7 +87,7 @@ class Demo:
             loading = time.perf_counter() - started
         target = next(iter(arms.values())).target
         device = target.mesh.devices.flat[0]
-        where = f"{os.cpu_count()} CPU cores" if device.platform == "cpu" else device.device_kind
+        where = f"{os.cpu_count()} CPU cores" if _on_a_cpu(target) else device.device_kind
         console.print(f"[bold]jspark {jspark.__version__}[/] · {target.name} in {target.dtype} on {where}")
         console.print(f"weights of target and drafter ready in {loading:.1f} s", style="dim")
         params = SamplingParams(temperature=0.0, max_tokens=self.max_new_tokens)
@@ -98,7 +107,8 @@ class Demo:
             console.print(Text.assemble(("you ▸ ", "bold cyan"), (question, "bold")))
             for name, llm in arms.items():
                 outputs[name].append(_answer(console, name, llm, chat, params))
-            equal &= _compare(console, *(o[-1].output_ids for o in outputs.values()))
+            latest = [own[-1] for own in outputs.values()]
+            equal &= _compare(console, *latest)
         console.print()
         console.print(_table(outputs))
         console.print(self._verdict(outputs, equal, target.dtype))
@@ -110,12 +120,21 @@ class Demo:
                 "model": target.name,
                 "dtype": target.dtype,
                 "drafter": self._drafter,
+                "block_size": next(iter(arms.values())).engine.block_size,
                 "answers_equal": equal,
                 "load_seconds": loading,
                 "programs": sum(r.programs for r in reports),
                 "programs_from_cache": len(hits),
                 "compile_seconds": sum(r.seconds for r in reports),
                 "arms": {name: _figures(own) for name, own in outputs.items()},
+                "questions": [
+                    {
+                        "question": question,
+                        "speed_up": _speed_up([ours], [plain]),
+                        "arms": {name: _figures([own[i]]) for name, own in outputs.items()},
+                    }
+                    for i, (question, ours, plain) in enumerate(zip(QUESTIONS, *outputs.values(), strict=True))
+                ],
             }
             report.save(record, Path(self.output), lambda axes: draw(record, axes))
         return 0 if equal or target.dtype != "float32" else 1
@@ -146,24 +165,28 @@ class Demo:
         context = min(-(-needed // 128) * 128, target.config.max_position)
         sizes: dict[str, Any] = {"max_running_requests": 1, "context_length": context}
         own = self._drafter == _SHIPPED
-        speculative = LLM(target, None if own else self._drafter, "DSPARK" if own else None, **sizes)
+        size = self.speculative_dspark_block_size
+        if size is None and self.speculative_draft_model_path is None and _on_a_cpu(target):
+            size = _CPU_BLOCK_SIZE
+        drafting: dict[str, Any] = sizes | ({} if size is None else {"block_size": size})
+        speculative = LLM(target, None if own else self._drafter, "DSPARK" if own else None, **drafting)
         return {speculative.algorithm: speculative, "plain": LLM(target, **sizes)}, chats
 
     def _verdict(self, outputs: dict[str, list[Output]], equal: bool, dtype: str) -> Text:
-        speculative, plain = (_rate(o) for o in outputs.values())
+        pace = _speed_up(*outputs.values())
         if equal:
             same = "Same tokens in every answer: speculation changes the speed only."
         elif dtype == "float32":
             same = "The answers differ, which float32 must not; please report this."
         else:
             same = f"Rounding in {dtype} decided a close call; with --dtype float32 the answers are equal."
-        pace = f" Here it is {speculative / plain:.2f} times as fast as plain decoding." if plain else ""
+        told = "" if pace is None else f" Here it is {pace:.2f} times as fast as plain decoding."
         if self._drafter == "untrained":
-            pace += (
+            told += (
                 " This drafter is untrained: its guesses are nearly all wrong and only cost time. With "
                 "such a drafter losslessness is all there is to see."
             )
-        return Text(same + pace)
+        return Text(same + told)
 
 
 @contextlib.contextmanager
@@ -243,9 +266,12 @@ class WrappedPrinter:
         self._column = self._indent
 
 
-def _compare(console: Console, ours: list[int], theirs: list[int]) -> bool:
+def _compare(console: Console, speculative: Output, plain: Output) -> bool:
+    ours, theirs = speculative.output_ids, plain.output_ids
     if ours == theirs:
-        console.print(f"✓ the same {len(ours)} tokens", style="green")
+        pace = _speed_up([speculative], [plain])
+        told = "" if pace is None else f", {pace:.2f} times as fast"
+        console.print(f"✓ the same {len(ours)} tokens{told}", style="green")
         return True
     at = next(
         (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
@@ -257,6 +283,16 @@ def _compare(console: Console, ours: list[int], theirs: list[int]) -> bool:
 def _rate(outputs: list[Output]) -> float:
     """Tokens a second after the first token of each answer."""
     return sum(o.completion_tokens - 1 for o in outputs) / max(sum(o.decode_seconds for o in outputs), 1e-9)
+
+
+def _speed_up(speculative: list[Output], plain: list[Output]) -> float | None:
+    """Rate over rate; None for answers of one token."""
+    rate = _rate(plain)
+    return _rate(speculative) / rate if rate else None
+
+
+def _on_a_cpu(target: Target) -> bool:
+    return target.mesh.devices.flat[0].platform == "cpu"
 
 
 def _figures(outputs: list[Output]) -> dict[str, Any]:

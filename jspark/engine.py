@@ -21,26 +21,33 @@ from jspark.arguments import Arguments
 from jspark.budget import Plan, Policy
 from jspark.calibration import Temperatures
 from jspark.config import DecoderConfig, DrafterConfig, EngineConfig
-from jspark.cost import CostTable
+from jspark.cost import CostFigures, CostTable
+from jspark.errors import UserError
 from jspark.intake import SlotTables, check_ids
-from jspark.mask import Mask, host_mask
+from jspark.mask import Mask, host_mask, mask_size
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
+from jspark.online_sts import CalibrationFigures, online_calibration
 from jspark.planner import Planner
-from jspark.programs import Programs, ProposeShape, VerifyShape, at_least
+from jspark.profile import Profile, Tell, tell_nobody
+from jspark.programs import Programs
 from jspark.propose import Proposal
 from jspark.record import Observer
-from jspark.request import LOGPROB_STEPS, Request, Update
+from jspark.request import LOGPROB_STEPS, Request, Stats, Update
 from jspark.results import Flight, record, take_in
 from jspark.scheduler import Running, Scheduler, Work
+from jspark.shapes import VerifyShape, at_least
 from jspark.sizing import attention, least_tokens, run_time_block_size, sized
 from jspark.state import empty_slots
 from jspark.step import Pools, Sampling, Spec
+from jspark.step_cost import StepCost
 
 
 class Engine:
     """Continuous batching of lossless speculative decoding over fixed slots.
 
+    cost: the table for policies that bring none. Without it, one is measured where the policy has `needs_cost`,
+    and under `Auto` where `measure_cost` says so; `Auto` also takes one that was kept. tell: see `profile`.
     observer: called with a `StepRecord` of every collected step, before its results are handed out.
 
     Raises:
@@ -55,12 +62,15 @@ class Engine:
         *,
         policy: Policy | None = None,
         cost: CostTable | None = None,
+        measure_cost: bool = False,
+        tell: Tell = tell_nobody,
         mesh: Mesh | None = None,
         sts: Temperatures | Sequence[float] | None = None,
         observer: Observer | None = None,
     ):
         self.mesh = mesh or axes.single_device_mesh()
         model, target_config = target
+        self.drafter = drafter[0] if drafter else None
         self.block_size = run_time_block_size(config, drafter[1] if drafter else None, target_config)
         spec = Spec(
             target=target_config,
@@ -73,7 +83,11 @@ class Engine:
         spec = replace(spec, attention=attention(config, spec, self.mesh))
         self._observer = observer
         table = None if sts is None else Temperatures.of(sts).table(self.block_size)
-        self.programs = Programs(spec, model, drafter[0] if drafter else None, self.mesh, table)
+        self._calibration = online_calibration(config, spec.drafter, self.block_size, table)
+        if self._calibration is not None:
+            table = self._calibration.temperatures
+        background = config.background_compile
+        self.programs = Programs(spec, model, self.drafter, self.mesh, table, background)
         pages = -(-config.max_total_tokens // config.page_size) + 1
         dtype = jnp.dtype(config.dtype)
         size = config.page_size
@@ -96,13 +110,28 @@ class Engine:
         )
         self._vocab_size = target_config.vocab_size
         self.least_tokens = least_tokens(self.mesh)
-        self._arguments = Arguments(config, spec, self.scheduler)
-        self._overlap = (
+        self.arguments = Arguments(config, spec, self.scheduler)
+        #: Whether a step is dispatched before the one before it is collected.
+        self.overlap = (
             config.overlap if config.overlap is not None else self.mesh.devices.flat[0].platform != "cpu"
         )
         self._flights: deque[Flight] = deque()
+        #: Figures of the requests that have ended.
+        self.totals = Stats()
         self._step = 0
-        self._planner = Planner(config, self.block_size, self.least_tokens, policy, cost, sts)
+        self.programs.expect(self._pools, self._slots, self.arguments.blank)
+        self._cost = StepCost(config, self.programs, self.scheduler, self.arguments.page_steps, self.overlap)
+        if cost is not None:
+            self._cost.install(cost)
+        elif drafter:
+            self._pools = self._cost.provide(policy, measure_cost, tell, self._pools)
+        of_confidence = table, self._calibration
+        self._planner = Planner(config, self.block_size, self.least_tokens, policy, self._cost, *of_confidence)
+
+    @property
+    def temperatures(self) -> np.ndarray | None:
+        """Of confidence, [2, γ], as they are now; None without any."""
+        return self._planner.temperatures
 
     @property
     def policy(self) -> Policy:
@@ -113,10 +142,28 @@ class Engine:
     def policy(self, policy: Policy) -> None:
         self._planner.policy = policy
 
+    # ── the cost of a step ────────────────────────────────────────────────────────────────────────────────────
+
     @property
     def cost(self) -> CostTable | None:
-        """The engine's own cost table, for policies that bring none."""
-        return self._planner.cost
+        """The engine's own cost table as corrected so far, for policies that bring none."""
+        return self._cost.table
+
+    @property
+    def cost_figures(self) -> CostFigures | None:
+        """How well the cost table predicts the engine's steps; None without a table."""
+        return self._cost.figures
+
+    def profile(self, *, fresh: bool = False, limit: float | None = None, tell: Tell = tell_nobody) -> Profile:
+        """The cost table of the engine's own programs, which policies see from now on; it is kept between runs.
+
+        fresh: measures even where one was kept. limit: see `Profiler.measure`; None is for all programs. tell:
+        hears how far that is. Raises UserError without a drafter, or while there are requests.
+        """
+        if not self.idle:
+            raise UserError("the cost table cannot be measured while requests run; wait until they have ended")
+        profile, self._pools = self._cost.profile(self._pools, fresh=fresh, limit=limit, tell=tell)
+        return profile
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -137,7 +184,14 @@ class Engine:
 
     def abort(self, request_id: int) -> None:
         """Ends a request now, wherever it is; its pages are free at once. Unknown ids are ignored."""
+        if request_id in self.scheduler.running:
+            self.totals.add(self.scheduler.running[request_id].stats)
         self.scheduler.drop(request_id)
+
+    @property
+    def calibration(self) -> CalibrationFigures | None:
+        """How honest confidence is of late, for the thread that steps to ask; None where nothing watches it."""
+        return None if self._calibration is None else self._calibration.figures
 
     @property
     def idle(self) -> bool:
@@ -158,16 +212,24 @@ class Engine:
         Without overlap the results of the step itself are handled; budgets are two steps old in both cases, so
         the tokens are the same.
         """
+        self._recalibrate()
         admitted = self.scheduler.admit(time.perf_counter())
         if admitted:
             self._admit(admitted)
         flight, updates = self._dispatch()
         if flight is not None:
             self._flights.append(flight)
-        keep = 1 if self._overlap and flight is not None else 0
+        keep = 1 if self.overlap and flight is not None else 0
         while len(self._flights) > keep:
             updates += self._collect(self._flights.popleft())
         return updates
+
+    def _recalibrate(self) -> None:
+        """New temperatures of confidence, if a refit has ended; steps in flight keep theirs."""
+        table = None if self._calibration is None else self._calibration.poll()
+        if table is not None:
+            self.programs.use_temperatures(table)
+            self._planner.temperatures = table
 
     def _admit(self, admitted: list[Running]) -> None:
         """Writes new requests into the device's slot table."""
@@ -177,12 +239,12 @@ class Engine:
                 running.matcher = request.grammar.matcher()
             self._planner.admit(running)
             self._tables.admit(request, running.tokens[len(request.prompt) :], running.slot)
-        self._slots = self.programs.admit(self._slots, self._arguments.admission(admitted))
+        self._slots = self.programs.admit(self._slots, self.arguments.admission(admitted))
 
     def _dispatch(self) -> tuple[Flight | None, list[Update]]:
         """The step that was dispatched, if any, and the results of earlier ones that had to be known for it."""
         now = time.perf_counter()
-        work = self.scheduler.plan(self._arguments.tile, self._arguments.most_tiles)
+        work = self.scheduler.plan(self.arguments.tile, self.arguments.most_tiles)
         rows = work.rows
         if not rows:
             return None, []
@@ -195,14 +257,8 @@ class Engine:
         if drafts:
             plan, verify_tokens = self._planner.plan(self._step, work, count)
             drafts = plan.drafts
-        args, pages, prefill = self._arguments.step(work, count, plan, verify_tokens)
-        tables = self._tables.take(penalties=sampling.penalties, steering=sampling.steering)
-        proposal = None
-        if drafts:
-            propose = ProposeShape(count, pages, sampling)
-            proposal = self.programs.propose(propose, self._pools, self._slots, args, tables)
-        mask, updates = self._mask(work, count, proposal)
-        shape = VerifyShape(
+        pages, prefill = self.arguments.wanted(work)
+        wanted = VerifyShape(
             count,
             pages,
             sampling,
@@ -211,8 +267,15 @@ class Engine:
             prefill,
             logprobs=_most(r.request.params.logprobs for r in work.decode if r.asks_logprobs),
             prompt_logprobs=_most(c.running.request.params.prompt_logprobs for c in work.chunks),
-            masked=0 if mask is None else mask.bits.shape[0],
+            masked=mask_size(sum(r.matcher is not None for r in work.decode), count),
         )
+        shape = self.programs.choose(wanted, [c.stop - c.start for c in work.chunks])
+        args = self.arguments.step(work, shape, plan)
+        tables = self._tables.take(penalties=shape.sampling.penalties, steering=shape.sampling.steering)
+        proposal = None
+        if shape.propose is not None:
+            proposal = self.programs.propose(shape.propose, self._pools, self._slots, args, tables)
+        mask, updates = self._mask(work, shape, proposal)
         self._pools, self._slots, tables, packet = self.programs.verify(
             shape, self._pools, self._slots, args, proposal, tables, mask
         )
@@ -224,38 +287,56 @@ class Engine:
         self._step += 1
         admissions = [r.admission for r in work.decode]
         slots = work.slots[: len(admissions)]
-        flight = Flight(self._step, shape, now, packet, work.decode, slots, admissions, drafted, work.chunks)
+        flight = Flight(
+            self._step,
+            shape,
+            now,
+            packet,
+            work.decode,
+            slots,
+            admissions,
+            drafted,
+            work.chunks,
+            self._planner.temperatures,
+            plan.probe,
+        )
         return flight, updates
 
-    def _mask(self, work: Work, count: int, proposal: Proposal | None) -> tuple[Mask | None, list[Update]]:
+    def _mask(self, work: Work, shape: VerifyShape, proposal: Proposal | None) -> tuple[Mask | None, list[Update]]:
         """Legal tokens of the rows that have a grammar; None without such rows.
 
         The exception to a loop that never waits: a grammar has to take in the tokens of the step before, whose
         results are returned, and to see this step's drafts. Both come to the host while the device drafts.
         """
-        if not any(r.matcher for r in work.decode):
+        if not shape.masked:
             return None, []
-        updates = [update for flight in self._flights for update in self._collect(flight)]
-        self._flights.clear()
+        updates: list[Update] = []
+        if any(r.matcher for r in work.decode):
+            updates = [update for flight in self._flights for update in self._collect(flight)]
+            self._flights.clear()
         matchers = [r.matcher if r.slot >= 0 else None for r in work.decode]
-        if not any(matchers):
-            return None, updates
         drafts: list[list[int]] = [[] for _ in matchers]
-        if proposal is not None:
+        if proposal is not None and any(matchers):
             tokens = np.asarray(proposal.tokens).tolist()
             may = [r.has_features and r.drafts for r in work.decode]
             drafts = [own if drafts else [] for own, drafts in zip(tokens, may, strict=False)]
         width = 1 if proposal is None else proposal.tokens.shape[1] + 1
-        return self.programs.place(host_mask(matchers, drafts, count, width, self._vocab_size)), updates
+        mask = host_mask(matchers, drafts, shape.rows, width, self._vocab_size, shape.masked)
+        return self.programs.place(mask), updates
 
     def _collect(self, flight: Flight) -> list[Update]:
         """Results of a step: plans and an observer learn of them, then the requests."""
         packet = flight.packet.host()
         now = time.perf_counter()
+        self._cost.compare(flight, now)
         self._planner.tell(flight, packet)
         if self._observer is not None:
             self._observer(record(flight, packet, now, self.block_size))
-        return take_in(flight, packet, now, self.scheduler.release)
+        updates = take_in(flight, packet, now, self.scheduler.release)
+        for update in updates:
+            if update.finish_reason is not None:
+                self.totals.add(update.stats)
+        return updates
 
 
 def _most(asked: Iterable[int | None]) -> int | None:

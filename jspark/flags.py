@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import arg
 
 from jspark.calibration import read_temperatures
-from jspark.config import Algorithm, AttentionBackend, DType, EngineConfig, LoadFormat, VerifyMode
+from jspark.config import (
+    Algorithm,
+    AttentionBackend,
+    DType,
+    EngineConfig,
+    LoadFormat,
+    OnlineCalibrationMode,
+    VerifyMode,
+)
 from jspark.errors import UserError
 from jspark.request import Sampler, SamplingParams
 from jspark.structured import StructuredOutputs
@@ -87,8 +95,17 @@ class SpeculationFlags:
     """Calibration of the drafter's confidence: JSON with "temperatures", one a drafted token."""
     verify_mode: VerifyMode = "compact"
     """compact verifies the chosen windows, static every draft; cap-accept pays for static, commits compact's."""
-    verify_policy: Annotated[str, arg(metavar="full|fixed:K|threshold:X|argmax:FILE")] = "full"
-    """How much of each block is verified; FILE is a cost table."""
+    verify_policy: Annotated[str, arg(metavar="auto|full|fixed:K|threshold:X|argmax|argmax:FILE")] = "auto"
+    """How much of each block is verified. argmax: what pays best by the cost table, in FILE or measured here;
+    auto: argmax where the drafter has a confidence head and there is a cost table, else full."""
+    speculative_dspark_sps_table_path: Annotated[
+        str | None, arg(metavar="FILE", help_behavior_hint="(default: the one measured on this device)")
+    ] = None
+    """The cost table: one that jspark profile wrote, or either form of SGLang's."""
+    online_calibration: OnlineCalibrationMode = "off"
+    """Watches how honest the drafter's confidence is, and refits it where it drifts; frozen only watches."""
+    probe_share: float = EngineConfig.probe_share
+    """Chance of an answer's step to be verified whole for that."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +137,14 @@ class EngineFlags:
     """One bucket each of rows, pages and prefill in place of ladders: few programs, padding in every step."""
     prefix_cache: Annotated[bool, arg(name="radix-cache")] = True
     """Keep the pages of finished answers for later prompts that begin alike."""
+    disable_overlap_schedule: Annotated[bool, arg(help_behavior_hint="(default: only on CPUs)")] = False
+    """Waits for the results of a step before the next one is begun; the tokens are the same."""
+    trace_out: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
+    """Records every step for replay (docs/traces.md)."""
+    profile_seconds: Annotated[int, arg(help_behavior_hint="(default: 20 on the CPU, 120 elsewhere)")] = 0
+    """Seconds after which measuring the cost table begins no further program."""
+    freeze_cost_table: bool = False
+    """Leaves the cost table as it was measured, whatever the steps take."""
 
 
 @dataclass(frozen=True)
@@ -247,9 +272,13 @@ def _read(path: str, what: str) -> str:
 
 
 def open_llm(
-    model: ModelFlags, speculation: SpeculationFlags, engine: EngineFlags, observer: Observer | None = None
+    model: ModelFlags,
+    speculation: SpeculationFlags,
+    engine: EngineFlags,
+    observer: Observer | None = None,
+    **more: Any,
 ) -> LLM:
-    """The model that the flags describe, loaded; UserError for what cannot be. observer: see `LLM`."""
+    """The model that the flags describe, loaded; UserError for what cannot be. observer, more: see `LLM`."""
     from jspark.llm import LLM
 
     sts = speculation.speculative_dspark_confidence_sts_path
@@ -258,6 +287,7 @@ def open_llm(
         raise UserError(
             "--speculative-num-steps is EAGLE3's; give other drafters --speculative-dspark-block-size alone"
         )
+    options = asdict(engine) | {"row_buckets": _row_buckets(engine.row_buckets)}
     return LLM(
         model.model_path,
         speculation.speculative_draft_model_path,
@@ -274,8 +304,13 @@ def open_llm(
         sts=None if sts is None else read_temperatures(sts),
         verify_mode=speculation.verify_mode,
         block_size=size or steps,
+        cost=speculation.speculative_dspark_sps_table_path,
         observer=observer,
-        **asdict(engine) | {"row_buckets": _row_buckets(engine.row_buckets)},
+        online_calibration=speculation.online_calibration,
+        probe_share=speculation.probe_share,
+        overlap=False if options.pop("disable_overlap_schedule") else None,
+        **options,
+        **more,
     )
 
 
@@ -300,6 +335,7 @@ _FLAGS = {
     "block_size": "--speculative-dspark-block-size",
     "sts": "--speculative-dspark-confidence-sts-path",
     "policy": "--verify-policy",
+    "cost": "--speculative-dspark-sps-table-path",
 }
 
 

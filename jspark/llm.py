@@ -22,20 +22,24 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+import jspark
 from jspark import probe, programs
 from jspark.answer import Answer, Delta, Output
-from jspark.budget import Full, Policy, Threshold, parse_policy
+from jspark.budget import Auto, Full, Policy, Threshold, parse_policy
 from jspark.calibration import Temperatures, read_temperatures
 from jspark.chat_template import read_template
 from jspark.config import Algorithm, DType, EngineConfig, LoadFormat, VerifyMode
+from jspark.cost import CostTable
 from jspark.engine import Engine
 from jspark.errors import UserError
 from jspark.grammar import Grammar, Grammars
 from jspark.loading import Draft, Target, find_drafter, load_drafter, load_target
-from jspark.record import Observer
+from jspark.profile import Tell, tell_nobody
+from jspark.record import Observer, StepRecord
 from jspark.request import Request, SamplingParams
 from jspark.structured import StructuredOutputs
 from jspark.text import TextStream
+from jspark.trace import Header, TraceWriter
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -54,12 +58,16 @@ class LLM:
     chat_template: a file to use in place of the checkpoint's. draft_anchor_predicts: whether the drafter's row 0
     predicts, for checkpoints that do not say so. draft_probe: a trial answer that warns when hardly any draft is
     accepted. dtype: float32 on the CPU and bfloat16 elsewhere when not given.
-    policy: how much of each block is verified,
-    as an object or in the command line's words. sts: temperatures of the drafter's confidence, one a drafted
+    policy: how much of each block is verified, as an object or in the command line's words; auto searches by cost
+    where the drafter has a trained confidence head and there is a cost table, and verifies everything else. cost:
+    the cost table, or its file; else the one kept for this model on this device, if there is one. measure_cost:
+    where there is none, and the policy would use it, measures one now (`argmax` does so unasked); tell: hears how
+    far that is. sts: temperatures of the drafter's confidence, one a drafted
     token (`calibration.read_temperatures`). seed: of the untrained drafter, and of the requests that bring
-    none. observer: sees a `StepRecord` of every step; request ids rise in the order of prompts. engine: fields
-    of `EngineConfig`, such as verify_mode, block_size, max_running_requests, page_size, max_total_tokens,
-    context_length, chunked_prefill_size, attention_backend, prefix_cache.
+    none. observer: sees a `StepRecord` of every step; request ids rise in the order of prompts. trace_out: a file
+    that every step is recorded in (`jspark.trace`), whole after `trace.close` or at the interpreter's end. engine:
+    fields of `EngineConfig`, such as verify_mode, block_size, max_running_requests, page_size, max_total_tokens,
+    context_length, chunked_prefill_size, attention_backend, prefix_cache, background_compile.
 
     Raises:
         UserError: something cannot be loaded, or the arguments contradict each other.
@@ -80,11 +88,15 @@ class LLM:
         draft_anchor_predicts: bool | None = None,
         draft_probe: bool = True,
         dtype: DType | None = None,
-        policy: str | Policy = "full",
+        policy: str | Policy = "auto",
+        cost: CostTable | str | PathLike[str] | None = None,
+        measure_cost: bool = False,
+        tell: Tell = tell_nobody,
         sts: Temperatures | Sequence[float] | None = None,
         seed: int | None = None,
         mesh: Mesh | None = None,
         observer: Observer | None = None,
+        trace_out: str | PathLike[str] | None = None,
         **engine: Any,
     ):
         unknown = sorted(engine.keys() - _ENGINE_FIELDS)
@@ -109,10 +121,15 @@ class LLM:
         found = find_drafter(
             spec, speculative_algorithm, draft_anchor_predicts, draft_revision, offline, target=name
         )
+        self._cost = cost if isinstance(cost, CostTable | None) else CostTable.from_file(fspath(cost))
+        self._measure_cost, self._tell = measure_cost, tell
         self._refuse_unused(found, engine.get("block_size"), mode, sts)
+        if not (found and found.checkpoint and found.checkpoint.config.confidence != "none"):
+            # No confidence, or the confidence of random weights: nothing to search by.
+            self._policy = Full() if self._policy == Auto() else self._policy
         if sts is None and found and found.calibration and not engine.get("block_size"):
             sts = read_temperatures(found.calibration)
-        self._sts, self._observer = sts, observer
+        self._sts, self._observer, self._traces = sts, observer, trace_out is not None
         template = None if chat_template is None else read_template(chat_template)
         programs.use_compilation_cache()
         if not isinstance(model, Target):
@@ -147,6 +164,8 @@ class LLM:
         # Held while requests and the engine change, not while a caller looks at an answer.
         self._lock = threading.RLock()
         self._config = self.engine.config
+        #: What writes `trace_out`; None without one.
+        self.trace = None if trace_out is None else TraceWriter(fspath(trace_out), self._trace_header())
         if self._drafter and found and found.checkpoint and draft_probe:
             prompt = model.text_ids(probe.TEXT) if model.tokenizer else []
             prompt = prompt or probe.arbitrary_prompt(model.config.vocab_size)
@@ -158,7 +177,8 @@ class LLM:
             for what, given in (
                 ("a block size", block_size),
                 ("a verify mode", mode != "compact"),
-                ("a verify policy", self._policy != Full()),
+                ("a verify policy", self._policy not in (Auto(), Full())),
+                ("a cost table", self._cost is not None),
                 ("a confidence calibration", sts is not None),
             ):
                 if given:
@@ -170,6 +190,28 @@ class LLM:
             ):
                 if given:
                     raise UserError(f"{what} needs a confidence head, which this drafter does not have; drop it")
+
+    def _observe(self, record: StepRecord) -> None:
+        if self._observer is not None:
+            self._observer(record)
+        if self.trace is not None:
+            self.trace(record)
+
+    def _trace_header(self) -> Header:
+        engine = self.engine
+        table = engine.temperatures
+        return Header(
+            model=self.target.name,
+            drafter=self.draft_name,
+            block_size=engine.block_size,
+            verify_mode=self._config.verify_mode,
+            policy=repr(self._policy),
+            page_size=self._config.page_size,
+            overlap=engine.overlap,
+            temperatures=None if table is None else table.tolist(),
+            versions={"jspark": jspark.__version__, "jax": jax.__version__, "numpy": np.__version__},
+            device=self.target.mesh.devices.flat[0].device_kind,
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -188,9 +230,12 @@ class LLM:
                     target,
                     self._drafter,
                     policy=self._policy,
+                    cost=self._cost,
+                    measure_cost=self._measure_cost,
+                    tell=self._tell,
                     mesh=self.target.mesh,
                     sts=self._sts,
-                    observer=self._observer,
+                    observer=self._observe if self._observer or self._traces else None,
                 )
             except (MemoryError, jax.errors.JaxRuntimeError) as e:
                 if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(e):
@@ -333,6 +378,7 @@ class LLM:
             prompt=i,
             index=index,
             echo=echo,
+            whole_blocks=self._config.verify_mode != "compact",
         )
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:

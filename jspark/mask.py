@@ -36,25 +36,36 @@ class Mask:
     bits: UInt[Array, "g w m"]
 
 
+def mask_size(matchers: int, rows: int) -> int:
+    """Entries of a mask for so many matchers: few different numbers, since each is a program."""
+    size = 4
+    while size < matchers:
+        size *= 4
+    return min(size, rows) if matchers else 0
+
+
 def host_mask(
-    matchers: Sequence[Matcher | None], drafts: Sequence[Sequence[int]], rows: int, width: int, vocab: int
+    matchers: Sequence[Matcher | None],
+    drafts: Sequence[Sequence[int]],
+    rows: int,
+    width: int,
+    vocab: int,
+    masked: int,
 ) -> Mask:
     """The mask of a step, on the host.
 
     matchers, drafts: an entry a row, None and anything for rows without a grammar; a row may draft nothing. rows,
-    width, vocab: r, w and v of the step. `bits` has few different lengths, since each is a program.
+    width, vocab: r, w and v of the step. masked: entries of `bits`, as many as there are matchers at least.
     """
-    from jspark.grammar import masks
-
     own = [i for i, matcher in enumerate(matchers) if matcher is not None]
-    bits, legal = masks([m for m in matchers if m is not None], [drafts[i] for i in own], width)
-    size = 4
-    while size < len(own):
-        size *= 4
-    padded = np.zeros((min(size, rows), width, -(-vocab // 32)), np.uint32)
-    padded[: len(own)] = bits[:, :, : padded.shape[2]]
+    padded = np.zeros((masked, width, -(-vocab // 32)), np.uint32)
     row, most = np.full(rows, -1, np.int32), np.full(rows, width - 1, np.int32)
-    row[own], most[own] = np.arange(len(own)), legal
+    if own:
+        from jspark.grammar import masks
+
+        bits, legal = masks([m for m in matchers if m is not None], [drafts[i] for i in own], width)
+        padded[: len(own)] = bits[:, :, : padded.shape[2]]
+        row[own], most[own] = np.arange(len(own)), legal
     return Mask(row, most, padded)  # type: ignore[arg-type]  # NumPy, until it is placed
 
 

@@ -7,20 +7,19 @@ Does not know: arrays on the device, programs, or how windows are shared out (al
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jspark.budget import BatchState, Full, Plan, Policy
-from jspark.calibration import Temperatures
 from jspark.config import EngineConfig
-from jspark.cost import CostTable
 from jspark.online import AcceptanceByPosition
-from jspark.programs import at_least
+from jspark.online_sts import OnlineCalibration
 from jspark.results import Flight
 from jspark.scheduler import Running, Work
+from jspark.shapes import at_least
+from jspark.step_cost import StepCost
 
 #: Steps of plain decoding after which a block is drafted again, to see whether it would pay.
 PROBE_EVERY = 64
@@ -40,7 +39,8 @@ class _Result(NamedTuple):
 class Planner:
     """Makes the plan of each step.
 
-    least_tokens: packed rows below which a program gets no cheaper.
+    least_tokens: packed rows below which a program gets no cheaper. temperatures: of confidence, [2, γ]; they may
+    be replaced between steps.
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class Planner:
         block_size: int,
         least_tokens: int,
         policy: Policy | None,
-        cost: CostTable | None,
-        sts: Temperatures | Sequence[float] | None,
+        cost: StepCost,
+        temperatures: np.ndarray | None,
+        calibration: OnlineCalibration | None,
     ):
         self.policy = policy or Full()
         self.acceptance = AcceptanceByPosition(block_size)
         self.block_size = block_size
-        self.cost = cost
-        self._config = config
-        self._sts = None if sts is None else Temperatures.of(sts).table(block_size)
+        self._config, self._cost = config, cost
+        self.temperatures, self._calibration = temperatures, calibration
         self._least, self._undrafted = least_tokens, 0
         # By slot: who has it, its class, whether it may draft, and its confidence as of two steps ago, NaN where
         # there is none. Results younger than that wait.
@@ -69,7 +69,7 @@ class Planner:
         if block_size:
             # A policy that cannot plan says so here, not in the middle of a batch.
             unknown = np.full((1, block_size), np.nan)
-            self.policy.plan(BatchState(1, block_size, (block_size + 1,), unknown, unknown, cost))
+            self.policy.plan(BatchState(1, block_size, (block_size + 1,), unknown, unknown, cost.table))
 
     def admit(self, running: Running) -> None:
         """Notes the slot's new owner."""
@@ -83,6 +83,8 @@ class Planner:
         its results plans as one that does not."""
         if not packet.confidence.shape[1]:
             return
+        if self._calibration is not None:
+            self._calibrate(self._calibration, flight, packet)
         own = np.flatnonzero(flight.drafted)
         admissions = np.array(flight.admissions, np.int64)[own]
         figures = packet.window[own], packet.accepted[own], packet.confidence[own]
@@ -114,7 +116,7 @@ class Planner:
         plan = self.policy.plan(
             BatchState(
                 rows=len(decode),
-                cost=self.cost,
+                cost=self._cost.table,
                 block_size=self.block_size,
                 tiers=tiers,
                 conditional=conditional,
@@ -131,6 +133,8 @@ class Planner:
             # Without drafts nothing is learnt; a whole block says whether drafting would pay by now.
             plan = Full().plan(BatchState(len(decode), self.block_size, tiers, conditional, conditional))
         self._undrafted = 0
+        if self._calibration is not None and mode == "compact" and plan.drafts:
+            plan = self._with_probes(self._calibration, plan, slots)
         least, able = 0, len(decode) if all_draft else int(drafting.sum())
         if not isinstance(plan.min_window, int) or plan.min_window:
             least = np.broadcast_to(np.minimum(plan.min_window, self.block_size), len(decode))[drafting].sum()
@@ -140,12 +144,35 @@ class Planner:
         plan = replace(plan, budget=tier - len(decode))
         return plan, tier if mode == "compact" else most
 
+    def _with_probes(self, calibration: OnlineCalibration, plan: Plan, slots: np.ndarray) -> Plan:
+        """The plan with whole blocks of the rows that are probes; nothing of this step has been drafted yet."""
+        probe = calibration.probes(slots, len(self._drafts))
+        if not probe.any():
+            return plan
+        size = self.block_size
+        most = size if plan.max_window is None else plan.max_window
+        lows, highs = np.where(probe, size, plan.min_window), np.where(probe, size, most)
+        return replace(plan, min_window=lows, max_window=highs, probe=probe)
+
+    def _calibrate(self, calibration: OnlineCalibration, flight: Flight, packet: Any) -> None:
+        """Hands on the blocks whose fate is known to the end: of probes, or all where all are verified whole."""
+        whole, weight = flight.drafted, 1.0
+        if self._config.verify_mode == "compact":
+            if flight.probe is None:
+                return
+            whole, weight = whole & flight.probe, 1.0 / calibration.share
+        n = len(whole)
+        # A row that commits nothing had ended before.
+        whole = whole & (packet.count[:n] > 0) & np.isfinite(packet.confidence[:n]).all(axis=1)
+        classes = np.array([r.sampled for r in flight.rows], np.int64)[whole]
+        calibration.observe(packet.confidence[:n][whole], classes, packet.block_accepted[:n][whole], weight)
+
     def _conditional(self, slots: np.ndarray) -> np.ndarray:
         """[rows, γ]: calibrated confidence; without one, the acceptance of late; NaN before there is any."""
         sampled, logits = self._sampled[slots], self._confidence[slots]
         known = np.isfinite(logits)
-        if self._sts is not None:
-            logits = logits / self._sts[sampled]
+        if self.temperatures is not None:
+            logits = logits / self.temperatures[sampled]
         # The logistic function, without overflow.
         confident = 0.5 + 0.5 * np.tanh(0.5 * logits)
         return confident if known.all() else np.where(known, confident, self.acceptance.conditional(sampled))

@@ -1,14 +1,16 @@
 """The compiled programs of an engine, by shape: what stands in the place of CUDA-graph tiers.
 
-Knows: the ladders of row buckets, token tiers and page counts; compilation and its cost; donation.
-Does not know: requests, or which program a step needs (engine.py decides).
+Knows: compilation, ahead of time, in a step or in the background, and its cost; donation; which compiled program
+to run in place of one that is not ready.
+Does not know: requests, or what a step asks for (engine.py decides).
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,55 +21,17 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspark.adjust import Tables, write_row
+from jspark.adjust import Tables, empty_tables, write_row
+from jspark.background import Background
 from jspark.checkpoint.cache import cache_dir, make_folder
-from jspark.mask import Mask
+from jspark.mask import Mask, host_mask
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
+from jspark.packing import Layout
 from jspark.propose import Proposal
-from jspark.state import PackedArgs, PackedPacket, SlotTable, admit, packet_layout
-from jspark.step import Pools, Sampling, Spec, propose_step, verify_step
-
-
-@dataclass(frozen=True)
-class ProposeShape:
-    """Key of a propose program."""
-
-    rows: int
-    pages: int
-    sampling: Sampling
-
-
-@dataclass(frozen=True)
-class VerifyShape:
-    """Key of a verify program; drafts: there is a proposal; prefill: chunk rows and the shape of their tiles.
-
-    logprobs, prompt_logprobs: see verify_step. masked: rows of the grammar mask, 0 without one.
-    """
-
-    rows: int
-    pages: int
-    sampling: Sampling
-    verify_tokens: int
-    drafts: bool
-    prefill: tuple[int, int, int] | None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    masked: int = 0
-
-
-def ladder(smallest: int, largest: int) -> tuple[int, ...]:
-    """Powers of two times `smallest` below `largest`, then `largest`."""
-    steps = []
-    while smallest < largest:
-        steps.append(smallest)
-        smallest *= 2
-    return (*steps, largest)
-
-
-def at_least(steps: tuple[int, ...], wanted: int) -> int:
-    """The smallest step that holds `wanted`."""
-    return next(s for s in steps if s >= wanted)
+from jspark.shapes import ProposeShape, VerifyShape, cheapest
+from jspark.state import PackedArgs, PackedPacket, Packet, SlotTable, admit, packet_layout
+from jspark.step import Pools, Spec, propose_step, verify_step
 
 
 def use_compilation_cache() -> None:
@@ -88,12 +52,27 @@ class CompileReport:
     seconds: float = 0.0
     by_shape: dict[str, float] = field(default_factory=dict)
 
+    def add(self, shape: str, seconds: float) -> None:
+        """Counts a program."""
+        self.programs += 1
+        self.seconds += seconds
+        self.by_shape[shape] = seconds
+
 
 class Programs:
-    """Compiles on first use and calls. Pools and slots are donated: the caller must use what comes back."""
+    """Compiles and calls. Pools and slots are donated: the caller must use what comes back.
+
+    background: programs that a step lacks are compiled by a thread, as soon as `expect` has told with what.
+    """
 
     def __init__(
-        self, spec: Spec, target: Decoder, drafter: AnyDrafter | None, mesh: Mesh, sts: np.ndarray | None = None
+        self,
+        spec: Spec,
+        target: Decoder,
+        drafter: AnyDrafter | None,
+        mesh: Mesh,
+        sts: np.ndarray | None = None,
+        background: bool = False,
     ):
         self.spec = spec
         self.report = CompileReport()
@@ -106,12 +85,21 @@ class Programs:
         vocabulary = None if drafter is None else drafter.vocabulary(target.vocabulary)
         self._vocabulary, self._vocabulary_tree = jax.tree.flatten(vocabulary)
         self._compiled: dict[Any, Callable] = {}
+        self._proposals: dict[ProposeShape, Proposal] = {}
+        self._under_way: dict[Any, threading.Event] = {}
+        self._lock = threading.Lock()
+        self._own_thread = background
+        self.background = Background(self.compile, _problem)
         exact = self._target[0].dtype == jnp.float32
         gpu = mesh.devices.flat[0].platform != "cpu"
         # XLA tunes a Triton kernel for every product, minutes a program; cuBLAS has them ready.
         self._options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False} if gpu else {}
         # float32 means float32: without this a GPU multiplies in tf32.
         self._precision = partial(jax.default_matmul_precision, "highest") if exact else contextlib.nullcontext
+
+    def use_temperatures(self, table: np.ndarray) -> None:
+        """Other temperatures from the next step on; for an engine that began with some."""
+        self._sts = self.place(np.asarray(table, np.float32))
 
     def place(self, host: Any) -> Any:
         """Host arrays on every device of the mesh."""
@@ -120,6 +108,58 @@ class Programs:
     def send(self, host: Any) -> Any:
         """Host arrays for a program's arguments: one device takes NumPy's with the call, which is quicker."""
         return self.place(host) if self.mesh.size > 1 else host
+
+    @property
+    def weights(self) -> list[tuple[tuple[int, ...], str]]:
+        """Shapes and dtypes of all weights."""
+        return [(x.shape, x.dtype.name) for x in (*self._target, *self._drafter)]
+
+    # ── which program ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def expect(self, pools: Pools, slots: SlotTable, blank: Callable[[VerifyShape], PackedArgs]) -> None:
+        """Tells what programs will be called with, so that they can be compiled before. blank: arguments."""
+        self._expected = *jax.tree.map(_like, (pools, slots)), blank
+
+    def ready(self, shape: VerifyShape) -> bool:
+        """Whether a step of that shape has nothing to compile."""
+        return shape in self._compiled and (shape.propose is None or shape.propose in self._compiled)
+
+    def choose(self, wanted: VerifyShape, chunks: Sequence[int]) -> VerifyShape:
+        """The shape to run for a step that asks for `wanted`; chunks: see `serves`.
+
+        It is `wanted` where that is ready, or where nothing is compiled in the background. Else `wanted` is
+        compiled there, and the cheapest ready program that serves runs in its place; where none does, the step
+        compiles.
+        """
+        if not self._own_thread or self.ready(wanted):
+            return wanted
+        have = [s for s in list(self._compiled) if isinstance(s, VerifyShape) and self.ready(s)]
+        found = cheapest(have, wanted, chunks)
+        if found is not None:
+            self.background.add([wanted], urgent=True)
+        return found or wanted
+
+    def compile(self, shape: VerifyShape) -> None:
+        """Makes the programs of a step of that shape ready; needs `expect`."""
+        pools, slots, blank = self._expected
+        args = blank(shape)
+        tables = empty_tables(slots.words.shape[0] - 1, self.spec.target.vocab_size)
+        tables = tables.only(penalties=shape.sampling.penalties, steering=shape.sampling.steering)
+        tables = jax.tree.map(self._as_placed, tables)
+        proposal = mask = None
+        if shape.propose is not None:
+            self._ready(shape.propose, *self._propose(shape.propose, pools, slots, args, tables))
+            proposal = self._proposals[shape.propose]
+        if shape.masked:
+            width = self.spec.block_size + 1 if shape.drafts else 1
+            blank_mask = host_mask([], [], shape.rows, width, self.spec.target.vocab_size, shape.masked)
+            mask = jax.tree.map(self._as_placed, blank_mask)
+        self._ready(shape, *self._verify(shape, pools, slots, args, proposal, tables, mask))
+
+    def _as_placed(self, x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated)
+
+    # ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def admit(self, slots: SlotTable, entries: np.ndarray) -> SlotTable:
         """Writes new requests into the slot table (donated)."""
@@ -134,6 +174,12 @@ class Programs:
         self, shape: ProposeShape, pools: Pools, slots: SlotTable, args: PackedArgs, tables: Tables
     ) -> Proposal:
         """Drafts for the rows of a step; reads the drafter's pool."""
+        return self._call(shape, *self._propose(shape, pools, slots, args, tables))
+
+    def _propose(
+        self, shape: ProposeShape, pools: Pools, slots: SlotTable, args: PackedArgs, tables: Tables
+    ) -> Any:
+        """What `_call` takes, after its key; everything may be shapes instead of arrays."""
 
         def run(leaves, vocabulary, pool, slots, words, table, tables):
             drafter = jax.tree.unflatten(self._drafter_tree, leaves)
@@ -143,7 +189,7 @@ class Programs:
             return propose_step(*call, sampling=shape.sampling)
 
         call = (self._drafter, self._vocabulary, pools.drafter, slots, args.words, args.table, tables)
-        return self._call(shape, run, (), self._replicated, *call)
+        return run, (), self._replicated, *call
 
     def verify(
         self,
@@ -156,9 +202,25 @@ class Programs:
         mask: Mask | None = None,
     ) -> tuple[Pools, SlotTable, Tables, PackedPacket]:
         """Runs the target over the packed step and commits; pools, slots and tables are donated."""
+        *state, words = self._call(shape, *self._verify(shape, pools, slots, args, proposal, tables, mask))
+        return *state, PackedPacket(words, self._packet(shape))
+
+    def _packet(self, shape: VerifyShape) -> Layout[Packet]:
         size = self.spec.block_size if shape.drafts else 0
         prefill = shape.prefill[0] if shape.prefill else 0
-        layout = packet_layout(shape.rows, size, shape.logprobs, shape.prompt_logprobs, prefill)
+        return packet_layout(shape.rows, size, shape.logprobs, shape.prompt_logprobs, prefill)
+
+    def _verify(
+        self,
+        shape: VerifyShape,
+        pools: Pools,
+        slots: SlotTable,
+        args: PackedArgs,
+        proposal: Proposal | None,
+        tables: Tables,
+        mask: Mask | None,
+    ) -> Any:
+        layout = self._packet(shape)
 
         def run(target, drafter, pools, slots, tables, arrays, proposal, sts, mask):
             *state, packet = verify_step(
@@ -181,18 +243,49 @@ class Programs:
 
         placement = (jax.tree.map(lambda x: x.sharding, pools), *(self._replicated,) * 3)
         call = (self._target, self._drafter, pools, slots, tables, args.arrays, proposal, self._sts, mask)
-        *state, words = self._call(shape, run, (2, 3, 4), placement, *call)
-        return *state, PackedPacket(words, layout)
+        return run, (2, 3, 4), placement, *call
 
     def _call(self, key: Any, function: Callable, donated: tuple[int, ...], placement: Any, *args: Any) -> Any:
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            started = time.perf_counter()
+        compiled = self._compiled.get(key) or self._ready(key, function, donated, placement, *args)
+        return compiled(*args)
+
+    def _ready(
+        self, key: Any, function: Callable, donated: tuple[int, ...], placement: Any, *args: Any
+    ) -> Callable:
+        """The compiled program, compiled here unless another thread is at it already."""
+        while True:
+            with self._lock:
+                if key in self._compiled:
+                    return self._compiled[key]
+                other = self._under_way.get(key)
+                if other is None:
+                    self._under_way[key] = threading.Event()
+                    break
+            other.wait()
+        started = time.perf_counter()
+        try:
             with self._precision():
                 program = jax.jit(function, donate_argnums=donated, out_shardings=placement)
-                compiled = self._compiled[key] = program.lower(*args).compile(self._options)
+                lowered = program.lower(*args)
+                compiled = lowered.compile(self._options)
             seconds = time.perf_counter() - started
-            self.report.programs += 1
-            self.report.seconds += seconds
-            self.report.by_shape[str(key)] = seconds
-        return compiled(*args)
+            with self._lock:
+                if isinstance(key, ProposeShape):
+                    self._proposals[key] = jax.tree.map(self._as_placed, lowered.out_info)
+                self._compiled[key] = compiled
+                self.report.add(str(key), seconds)
+        finally:
+            with self._lock:
+                self._under_way.pop(key).set()
+        return compiled
+
+
+def _like(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _problem(shape: VerifyShape, error: Exception) -> str:
+    return (
+        f"a program could not be compiled in the background ({type(error).__name__}: {error}); steps run larger "
+        f"ones in its place, or compile it themselves ({shape})"
+    )

@@ -22,8 +22,10 @@ class StepRecord:
     Arrays of n rows. request: ids. position: where the anchor stood. sampled: temperature above 0. drafted: γ, or
     0 for the step of a request's first token. window: drafted tokens that might be committed. accepted: of these,
     accepted. block_accepted: accepted of the whole block, where it was verified whole (static and cap-accept);
-    under compact as far as the window. count: tokens committed, stop tokens and limits applied. confidence
-    [n, γ]: raw logits, +inf where the drafter has no such head, NaN where nothing was drafted.
+    under compact as far as the window. count: tokens committed, stop tokens and limits applied. finished: these
+    were its last. confidence [n, γ]: raw logits, +inf where the drafter has no such head, NaN where nothing was
+    drafted. survival [n, γ]: what windows were chosen by, 1 or NaN likewise. prompt: its tokens. arrived: seconds
+    on the same clock.
     """
 
     number: int
@@ -40,7 +42,16 @@ class StepRecord:
     accepted: np.ndarray
     block_accepted: np.ndarray
     count: np.ndarray
+    finished: np.ndarray
     confidence: np.ndarray
+    survival: np.ndarray
+    prompt: np.ndarray
+    arrived: np.ndarray
+
+    @property
+    def context(self) -> int:
+        """Keys and values of earlier tokens that the step's rows read, a row's own ones once."""
+        return int(self.position.sum())
 
 
 #: Called after every collected step, on the thread that steps the engine; what it raises fails the step.

@@ -250,6 +250,19 @@ class Stats:
         """Accepted without the window's cut, where the whole block was verified (static and cap-accept)."""
         return self._histogram(2)
 
+    @property
+    def utilisation(self) -> float | None:
+        """Drafted tokens accepted under the windows over those of whole blocks, where these were verified
+        (static and cap-accept); None before any was accepted."""
+        whole = sum(block.block_accepted * n for block, n in self.blocks.items())
+        return sum(block.accepted * n for block, n in self.blocks.items()) / whole if whole else None
+
+    def add(self, other: Stats) -> None:
+        """Counts another request's figures in."""
+        self.blocks.update(other.blocks)
+        for name in ("steps", "cached_tokens", "preemptions", "prefill_seconds", "decode_seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     def _histogram(self, which: int) -> Counter[int]:
         counts: Counter[int] = Counter()
         for block, n in self.blocks.items():

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jspark.logprobs import Logprobs, told
-from jspark.programs import VerifyShape
 from jspark.record import StepRecord
-from jspark.request import FinishReason, Update
+from jspark.request import Block, FinishReason, Update
 from jspark.scheduler import Chunk, Running
+from jspark.shapes import VerifyShape
 from jspark.state import PackedPacket
 
 
@@ -22,6 +22,8 @@ class Flight(NamedTuple):
     """A dispatched step whose results are still on their way.
 
     rows, slots, admissions, drafted: of the rows that decode. drafted: it had something to draft from, and may.
+    temperatures: [2, γ], of sequential temperature scaling, that the step ran with.
+    probe: see `Plan`.
     """
 
     number: int
@@ -33,6 +35,8 @@ class Flight(NamedTuple):
     admissions: list[int]
     drafted: np.ndarray
     chunks: list[Chunk]
+    temperatures: np.ndarray | None
+    probe: np.ndarray | None
 
 
 def take_in(flight: Flight, packet: Any, now: float, release: Callable[[Running], None]) -> list[Update]:
@@ -44,7 +48,7 @@ def take_in(flight: Flight, packet: Any, now: float, release: Callable[[Running]
     updates = []
     # Lists: an element of an array costs as much as everything else that is done for a row here.
     count_of, finished_of = packet.count.tolist(), packet.finished.tolist()
-    blocks = zip(packet.window.tolist(), packet.accepted.tolist(), packet.block_accepted.tolist(), strict=True)
+    blocks = map(Block, packet.window.tolist(), packet.accepted.tolist(), packet.block_accepted.tolist())
     columns = (count_of, finished_of, packet.tokens.tolist(), blocks)
     rows = zip(flight.rows, flight.admissions, *columns, strict=False)
     for i, (running, admission, count, finished, row, block) in enumerate(rows):
@@ -111,6 +115,8 @@ def record(flight: Flight, packet: Any, now: float, block_size: int) -> StepReco
     drafted = flight.drafted[kept]
     if packet.confidence.shape[1]:
         confidence[drafted] = packet.confidence[kept][drafted]
+    sampled = np.array([r.sampled for r in rows], bool)
+    logits = confidence if flight.temperatures is None else confidence / flight.temperatures[sampled.astype(int)]
     return StepRecord(
         number=flight.number,
         rows=flight.shape.rows,
@@ -120,11 +126,15 @@ def record(flight: Flight, packet: Any, now: float, block_size: int) -> StepReco
         collected=now,
         request=np.array([r.request.id for r in rows], np.int64),
         position=np.array([r.position for r in rows], np.int64),
-        sampled=np.array([r.sampled for r in rows], bool),
+        sampled=sampled,
         drafted=np.where(drafted, block_size, 0).astype(np.int32),
         window=packet.window[kept],
         accepted=packet.accepted[kept],
         block_accepted=packet.block_accepted[kept],
         count=packet.count[kept],
+        finished=packet.finished[kept] > 0,
         confidence=confidence,
+        survival=np.cumprod(0.5 + 0.5 * np.tanh(0.5 * logits), axis=1),
+        prompt=np.array([len(r.request.prompt) for r in rows], np.int64),
+        arrived=np.array([r.arrived for r in rows], float),
     )

@@ -14,7 +14,7 @@ from jspark import kv
 from jspark.config import DecoderConfig, DrafterConfig, EngineConfig, check_drafter_fits
 from jspark.errors import UserError, warn
 from jspark.pallas.ragged_attention import REFERENCE, Attention, HeadShape, choose_all
-from jspark.programs import ladder
+from jspark.shapes import ladder
 from jspark.step import Spec
 
 #: Drafted tokens of an EAGLE-3 chain at most: each is a forward of its own, compiled into one program.

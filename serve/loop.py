@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jspark.errors import UserError
 from jspark.request import SamplingParams, Stats, Update
+from jspark.warmup import warm_set
 from serve.metrics import Load, Metrics, Speculation
 
 if TYPE_CHECKING:
@@ -226,8 +227,10 @@ class DeviceLoop:
             live.call.fail(Unavailable(message))
 
     def close(self) -> None:
-        """Ends the thread after its step."""
+        """Ends the thread after its step, and what is compiled in the background after its program."""
         self._stop.set()
+        if self._llm is not None:
+            self._llm.engine.programs.background.drop()
         self._commands.put(None)
 
     def join(self, seconds: float) -> None:
@@ -317,6 +320,8 @@ class DeviceLoop:
             # While nobody waits: a full collection looks at every object, of which loading made many.
             gc.collect()
             self._tell(self._enter, "ready")
+            if llm.engine.config.background_compile:
+                llm.engine.programs.background.add(warm_set(llm.engine))
             self._serve(llm)
         except BaseException as e:
             if not isinstance(e, UserError):

@@ -28,6 +28,7 @@ from serve.metrics import Metrics
 from serve.settings import ServerFlags
 
 if TYPE_CHECKING:
+    from jspark.cost import CostTable
     from jspark.llm import LLM
 
 #: Seconds that a server whose engine has failed still answers, so that probes see it.
@@ -153,9 +154,11 @@ class Server:
             if self._own_process:
                 # What there is now stays: later full collections, which stop all threads, have little to look at.
                 gc.freeze()
+            background = engine.llm.engine.config.background_compile
+            others = "others follow in the background" if background else "others at their first use"
             self._say(
                 f"ready after {seconds:.1f} s: {report.programs} programs made ready in {report.seconds:.1f} s, "
-                f"others at their first use; the API is at {self._address}/v1"
+                f"{others}; the API is at {self._address}/v1"
             )
         elif engine.state == "dead" and self._ending is None:
             if not isinstance(engine.problem, UserError):
@@ -216,9 +219,19 @@ def describe(llm: LLM) -> list[str]:
         f"verify {config.verify_mode}",
         f"weights {llm.weight_bytes / 2**30:.2f} GiB · KV cache {gib:.2f} GiB: {config.max_total_tokens} tokens "
         f"in pages of {config.page_size} · context {config.context_length} · {config.max_running_requests} slots",
-        f"row buckets {_steps(config.row_buckets)} · token tiers {_steps(config.token_tiers)} · cost table "
-        f"{'none' if engine.cost is None else 'measured'}",
+        f"row buckets {_steps(config.row_buckets)} · token tiers {_steps(config.token_tiers)}",
+        f"cost table {'none' if engine.cost is None else _costs(engine.cost)}",
     ]
+
+
+def _costs(table: CostTable) -> str:
+    """The ends of a table, so that one that is flat is seen."""
+    (small, cheap), *_, (large, dear) = [*table.verify.items()] * 2
+    (few, quick), *_, (many, slow) = [*table.draft.items()] * 2
+    return (
+        f"in ms: verify {cheap * 1e3:.3g} (T {small}) to {dear * 1e3:.3g} (T {large}) · "
+        f"draft {quick * 1e3:.3g} (R {few}) to {slow * 1e3:.3g} (R {many})"
+    )
 
 
 def serve(load: Callable[[Observer], LLM], flags: ServerFlags) -> int:
@@ -226,7 +239,8 @@ def serve(load: Callable[[Observer], LLM], flags: ServerFlags) -> int:
     console = Console(stderr=True, highlight=False)
     server = Server(load, flags, lambda line: console.print(line, soft_wrap=True, markup=False))
     code = server.run()
-    if server.engine.alive:
+    llm = server.engine.loaded
+    if server.engine.alive or (llm is not None and llm.engine.programs.background.busy):
         # It compiles, say: the interpreter would pull the ground from under it.
         sys.stdout.flush()
         os._exit(code)

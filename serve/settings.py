@@ -46,6 +46,10 @@ class ServerFlags:
     """One JSON line a request: to a file, to standard output, or nowhere."""
     log_requests: bool = False
     """Puts bodies, and so prompts, into the access log."""
+    background_compile: bool = True
+    """Answers as soon as the first programs are ready; a thread compiles the others, larger ones stand in."""
+    warmup_only: bool = False
+    """Measures the cost table, compiles the programs that a server needs into the cache, and ends."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -25,11 +25,15 @@ _cache = Path(tempfile.mkdtemp(prefix="jspark-tests-"))
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_cache)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
+import gc
 import json
 import shutil
 
 import numpy as np
 import pytest
+
+# Tracing makes and drops millions of small objects; looking for cycles among them takes a twentieth of the time.
+gc.set_threshold(100_000, 50, 100)
 
 GOLDENS = Path(__file__).parent / "goldens"
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,21 @@ class Result:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
+_compiled: dict[Any, Any] = {}
+
+
+def make_engine(config: EngineConfig, target, drafter=None, **options) -> Engine:
+    """An engine on the test's mesh that shares its compiled programs with every other one of the same sizes and
+    models in this process: tests compile far more than they compute."""
+    engine = Engine(config, target, drafter, mesh=mesh(), **options)
+    programs, sizes = engine.programs, replace(engine.config, overlap=None, prefix_cache=True)
+    models = (id(target[0]), drafter and id(drafter[0]), str(options.get("sts")))
+    # The models are kept, so that their ids stay theirs.
+    own = (programs._compiled, programs._proposals, target, drafter)
+    programs._compiled, programs._proposals, *_ = _compiled.setdefault((sizes, programs.spec, models), own)
+    return engine
+
+
 def run(engine: Engine, requests: list[Request]) -> list[Result]:
     """Adds all requests, steps until nothing is left, and checks that every page came back."""
     for request in requests:
@@ -88,7 +104,7 @@ def run(engine: Engine, requests: list[Request]) -> list[Result]:
 def plain_engine(name: str = "qwen3_tiny") -> Engine:
     """Plain decoding, one request at a time: what everything else must equal."""
     config = EngineConfig(max_running_requests=1, context_length=256, chunked_prefill_size=64)
-    return Engine(config, target(name), mesh=mesh())
+    return make_engine(config, target(name))
 
 
 def plain(request: Request, name: str = "qwen3_tiny") -> list[int]:

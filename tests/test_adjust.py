@@ -10,7 +10,17 @@ from functools import cache
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import adjusted, drafter, full_logits, mesh, plain_engine, prompts, row_sampling, run, target
+from support import (
+    adjusted,
+    drafter,
+    full_logits,
+    make_engine,
+    plain_engine,
+    prompts,
+    row_sampling,
+    run,
+    target,
+)
 from test_lossless import DRAFTERS, Erratic
 
 from jspark.config import EngineConfig
@@ -106,7 +116,7 @@ def batch_engine(mode, policy=None, **options) -> Engine:
         verify_mode=mode or "compact",
     )
     draft = drafter(DRAFTERS[0]) if mode else None
-    return Engine(replace(config, **options), target("qwen3_tiny"), draft, policy=policy, mesh=mesh())
+    return make_engine(replace(config, **options), target("qwen3_tiny"), draft, policy=policy)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from jspark.errors import UserError
 KEYS = ["model", "index", "text", "output_ids", "finish_reason", "prompt_tokens", "completion_tokens"]
 KEYS += ["steps"]
 KEYS += ["accept_length", "window_histogram", "accepted_histogram", "prefill_seconds", "decode_seconds"]
-KEYS += ["cached_tokens"]
+KEYS += ["cached_tokens", "utilisation"]
 SIZES = ["--max-running-requests", "1", "--context-length", "128", "--chunked-prefill-size", "32"]
 SIZES += ["--skip-draft-probe"]
 

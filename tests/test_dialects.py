@@ -9,7 +9,7 @@ import numpy as np
 import parameter_shapes
 import pytest
 from safetensors.numpy import load_file, save_file
-from support import Result, drafter, mesh, prompts, run, target
+from support import Result, drafter, make_engine, mesh, prompts, run, target
 
 from jspark.checkpoint import describe, open_drafter
 from jspark.cli import main
@@ -247,7 +247,7 @@ def engine(checkpoint=None) -> Engine:
         row_buckets=(2,),
         token_tiers=(32,),
     )
-    return Engine(settings, (model, config), draft, mesh=mesh())
+    return make_engine(settings, (model, config), draft)
 
 
 def figures(results: list[Result]) -> list:

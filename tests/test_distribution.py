@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
-from support import adjusted, drafter, full_logits, mesh, prompts, row_sampling, run, target
+from support import adjusted, drafter, full_logits, make_engine, prompts, row_sampling, run, target
 from test_lossless import Erratic
 
 from jspark.config import EngineConfig
-from jspark.engine import Engine
 from jspark.request import Request, SamplingParams
 from jspark.sampling import log_probs
 
@@ -46,7 +45,13 @@ RULES = pytest.param("compact", "rules", marks=pytest.mark.slow)
 
 @pytest.mark.parametrize(
     ("mode", "filters"),
-    [("compact", "top-k"), ("compact", "all"), ("static", "top-k"), ("cap-accept", "all"), RULES],
+    [
+        ("compact", "top-k"),
+        pytest.param("compact", "all", marks=pytest.mark.slow),
+        pytest.param("static", "top-k", marks=pytest.mark.slow),
+        ("cap-accept", "all"),
+        RULES,
+    ],
 )
 def test_rejection_sampling_keeps_the_distribution(mode, filters, rng):
     prompt = prompts(NAME)[2]
@@ -61,7 +66,7 @@ def test_rejection_sampling_keeps_the_distribution(mode, filters, rng):
         block_size=4,
         verify_mode=mode,
     )
-    engine = Engine(config, target("qwen3_tiny"), drafter(NAME), policy=Erratic(rng), mesh=mesh())
+    engine = make_engine(config, target("qwen3_tiny"), drafter(NAME), policy=Erratic(rng))
     request = Request(0, prompt, params)
     if filters == "rules":
         # Forbidden after what comes first most often, and the likeliest tokens made rarer and likelier.

@@ -12,7 +12,7 @@ import numpy as np
 import parameter_shapes
 import pytest
 from safetensors.numpy import load_file, save_file
-from support import GOLDENS, arrays, drafter, exact, mesh, prompts, run, target
+from support import GOLDENS, arrays, drafter, exact, make_engine, mesh, prompts, run, target
 from test_other_shapes import HIDDEN, Shape, layer_tensors, linear, target_tensors, write
 
 from jspark import kv
@@ -190,7 +190,7 @@ def engine(checkpoint=None, **options) -> Engine:
         overlap=True,
     )
     model = drafter(TRAINED) if checkpoint is None else drafter(str(checkpoint))
-    return Engine(replace(settings, **options), target("qwen3_tiny"), model, mesh=mesh())
+    return make_engine(replace(settings, **options), target("qwen3_tiny"), model)
 
 
 def check_golden(results) -> None:

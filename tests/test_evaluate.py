@@ -122,6 +122,7 @@ def accepted_of(name: str) -> np.ndarray:
     return np.concatenate([n[np.cumsum(n) - n < 47] for n in lengths]) - 1
 
 
+@pytest.mark.slow
 def test_a_calibration_is_fitted_checked_and_used(model, tmp_path, capsys):
     draft, file = str(GOLDENS / DSPARK), tmp_path / "sts.json"
     words = ["--model-path", model, "--speculative-draft-model-path", draft]

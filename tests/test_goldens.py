@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import GOLDENS, Result, arrays, drafter, exact, full_logits, mesh, prompts, run, target
+from support import GOLDENS, Result, arrays, drafter, exact, full_logits, make_engine, mesh, prompts, run, target
 
 from jspark import kv
 from jspark.batch import pack
@@ -62,9 +62,7 @@ def test_target_hidden_states_and_logits(name):
 @pytest.mark.parametrize("name", TARGETS)
 def test_target_greedy_tokens(name):
     _, outputs = arrays(name)
-    engine = Engine(
-        EngineConfig(max_running_requests=4, page_size=8, context_length=128), target(name), mesh=mesh()
-    )
+    engine = make_engine(EngineConfig(max_running_requests=4, page_size=8, context_length=128), target(name))
     greedy = SamplingParams(temperature=0, max_tokens=48)
     results = run(engine, [Request(i, p, greedy) for i, p in enumerate(prompts(name))])
     for i, result in enumerate(results):
@@ -140,7 +138,7 @@ def record(engine: Engine, name: str, prompt, stop: tuple[int, ...], new: int) -
 def engines(name: str) -> Engine:
     # Pages of 16 and chunks of 16: contexts cross pages, prompts cross chunks.
     config = EngineConfig(max_running_requests=1, page_size=16, context_length=128, chunked_prefill_size=16)
-    return Engine(config, target("qwen3_tiny"), drafter(name), mesh=mesh())
+    return make_engine(config, target("qwen3_tiny"), drafter(name))
 
 
 @pytest.mark.parametrize("name", DSPARK)

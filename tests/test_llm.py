@@ -444,7 +444,6 @@ def test_bad_chats_are_refused(plain, messages):
         ({"row_buckets": (2.5,)}, r"row_buckets is \(2.5,\); it must be positive whole numbers"),
         ({"policy": None}, "policy is None; it must be a policy or its name"),
         ({"policy": "threshold:0.5"}, "a verify policy was given without a drafter"),
-        ({"draft": "dspark_qwen3_tiny_rnn", "policy": "argmax"}, "the argmax policy has no cost table"),
         ({"draft": "dflash_qwen3_tiny", "policy": "threshold:0.5"}, "a threshold policy needs a confidence head"),
         ({"draft": "dflash_qwen3_tiny", "sts": [1.0] * 7}, "a confidence calibration needs a confidence head"),
         ({"draft": "dspark_qwen3_tiny_rnn", "sts": [1.0] * 5}, "has 5 temperatures and the block has 7"),

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from jspark.evaluate import sts, text_shape
+from jspark import sts
+from jspark.evaluate import text_shape
 from jspark.evaluate.accept_length import Counts, Figure, Macro, conditional_acceptance, threshold_sweep
-from jspark.evaluate.confidence import auc, bins, brier, scores, survival, survived
+from jspark.evaluate.confidence import auc, bins, brier, scores, survival
+from jspark.sts import survived
 
 
 def test_scores_by_hand():

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support import drafter, full_logits, mesh, run, target
+from support import drafter, full_logits, make_engine, run, target
 
 from jspark.config import EngineConfig, VerifyMode
-from jspark.engine import Engine
 from jspark.request import Request, SamplingParams
 
 #: So few words that a random drafter is right now and then.
@@ -265,7 +264,7 @@ def test_any_drafter_gives_plain_decodings_tokens(models, name, kind, mode: Veri
         block_size=block,
         verify_mode=mode,
     )
-    engine = Engine(config, target(folder), drafter(path, folder), mesh=mesh())
+    engine = make_engine(config, target(folder), drafter(path, folder))
     assert engine.block_size == (block or trained)
     greedy = SamplingParams(temperature=0, max_tokens=18)
     requests = [
@@ -273,6 +272,6 @@ def test_any_drafter_gives_plain_decodings_tokens(models, name, kind, mode: Veri
         for i, n in enumerate((1, 9, 7, 10, 42, 20))
     ]
     results = run(engine, requests)
-    alone = Engine(replace(config, block_size=0, verify_mode="compact"), target(folder), mesh=mesh())
+    alone = make_engine(replace(config, block_size=0, verify_mode="compact"), target(folder))
     assert [r.tokens for r in results] == [r.tokens for r in run(alone, requests)]
     assert sum(n * count for r in results for n, count in r.stats.accepted.items()) > 0

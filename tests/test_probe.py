@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import GOLDENS, drafter, mesh, target
+from support import GOLDENS, drafter, make_engine, target
 
 from jspark.budget import Fixed
 from jspark.checkpoint import open_drafter
 from jspark.cli import main
 from jspark.config import EngineConfig
-from jspark.engine import Engine
 from jspark.errors import JsparkWarning, UserError
 from jspark.llm import LLM
 from jspark.loading import load_target
@@ -66,7 +65,7 @@ def warned(run) -> list[str]:
     return [str(w.message) for w in seen if w.category is JsparkWarning]
 
 
-@pytest.mark.parametrize("name", [DFLASH, "eagle3_qwen3_tiny_trained"])
+@pytest.mark.parametrize("name", [DFLASH, pytest.param("eagle3_qwen3_tiny_trained", marks=pytest.mark.slow)])
 def test_a_good_drafter_passes_in_silence(whole, name):
     llm = LLM(whole, str(GOLDENS / name), policy="fixed:0", **SIZES)
     assert llm.engine.idle
@@ -107,7 +106,7 @@ def test_the_range_of_rotary_positions(tmp_path, rewrite):
     config = EngineConfig(max_running_requests=1, context_length=96)
     short = drafter(str(rewrite(TRAINED, max_position_embeddings=64)))
     with pytest.warns(JsparkWarning, match="reach 64 tokens and the context holds 96"):
-        Engine(config, target(TARGET), short, mesh=mesh())
+        make_engine(config, target(TARGET), short)
     rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
     shutil.rmtree(tmp_path / "draft")
     folder = rewrite(TRAINED, max_position_embeddings=64, rope_parameters=rope)

@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from support import arrays, drafter, mesh, prompts, run, target
+from support import arrays, drafter, make_engine, prompts, run, target
 
 from jspark.budget import Threshold
 from jspark.calibration import Temperatures
 from jspark.config import EngineConfig
-from jspark.engine import Engine
 from jspark.record import StepRecord
 from jspark.request import Request, SamplingParams
 
@@ -20,8 +19,8 @@ def observe(requests, policy=None, sts=None, **sizes) -> tuple[list[StepRecord],
     config = EngineConfig(
         max_running_requests=4, page_size=16, context_length=128, chunked_prefill_size=32, **sizes
     )
-    engine = Engine(
-        config, target("qwen3_tiny"), drafter(NAME), mesh=mesh(), policy=policy, sts=sts, observer=records.append
+    engine = make_engine(
+        config, target("qwen3_tiny"), drafter(NAME), policy=policy, sts=sts, observer=records.append
     )
     return records, run(engine, requests)
 

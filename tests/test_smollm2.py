@@ -3,13 +3,12 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import GOLDENS, exact, mesh, run
+from support import GOLDENS, exact, make_engine, mesh, run
 
 from jspark import kv
 from jspark.batch import pack
 from jspark.checkpoint import open_target
 from jspark.config import EngineConfig
-from jspark.engine import Engine
 from jspark.request import Request, SamplingParams
 from jspark.verify import forward
 from jspark.weights import load_decoder, random_drafter, untrained_drafter_config
@@ -59,7 +58,7 @@ def test_greedy_tokens(model, outputs, speculative):
         config = untrained_drafter_config(model[1], block_size=3)
         drafter = (random_drafter(config, jnp.float32, mesh()), config)
     sizes = EngineConfig(max_running_requests=4, context_length=128, row_buckets=(4,))
-    engine = Engine(sizes, model, drafter, mesh=mesh())
+    engine = make_engine(sizes, model, drafter)
     greedy = SamplingParams(temperature=0, max_tokens=64)
     requests = [Request(i, tuple(outputs[f"prompt_{i}"].tolist()), greedy) for i in range(4)]
     for i, result in enumerate(run(engine, requests)):

@@ -11,7 +11,7 @@ import pydantic_core
 import pytest
 from json_schemas import random_schema
 from scipy import stats
-from support import GOLDENS, drafter, full_logits, mesh, prompts, row_sampling, run, target
+from support import GOLDENS, drafter, full_logits, make_engine, prompts, row_sampling, run, target
 from test_grammar import EOS, tokenizer_of
 from test_lossless import DRAFTERS, Erratic, random_engine, random_requests
 from text_model import text_model
@@ -105,7 +105,7 @@ def small_engine(mode: VerifyMode = "compact", **options) -> Engine:
         row_buckets=(4,),
         token_tiers=(12,),
     )
-    return Engine(replace(config, **options), target("qwen3_tiny"), drafter(NAME), mesh=mesh())
+    return make_engine(replace(config, **options), target("qwen3_tiny"), drafter(NAME))
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def overlapped() -> Engine:
 @pytest.fixture(scope="module")
 def alone() -> Engine:
     config = EngineConfig(max_running_requests=1, context_length=128, chunked_prefill_size=64)
-    return Engine(config, target("qwen3_tiny"), mesh=mesh())
+    return make_engine(config, target("qwen3_tiny"))
 
 
 def check_mixed_batch(requests: list[Request], engine: Engine, alone: Engine) -> int:
@@ -133,9 +133,10 @@ def check_mixed_batch(requests: list[Request], engine: Engine, alone: Engine) ->
     return accepted
 
 
-@pytest.mark.parametrize("kind", [{"temperature": 0}, {"temperature": 1.0, "seed": 7}], ids=["greedy", "coupled"])
-def test_a_mixed_batch_equals_plain_decoding(kind, grammars, overlapped, alone):
-    requests = [Request(i, prompts(NAME)[i % 4], SamplingParams(max_tokens=30, **kind)) for i in range(9)]
+def test_a_mixed_batch_equals_plain_decoding(grammars, overlapped, alone):
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 7}]
+    params = [SamplingParams(max_tokens=30, **kind) for kind in kinds]
+    requests = [Request(i, prompts(NAME)[i % 4], params[i // 2 % 2]) for i in range(12)]
     requests = [constrain(r, grammars, CONSTRAINTS[r.id % 7]) if r.id % 3 else r for r in requests]
     assert check_mixed_batch(requests, overlapped, alone) > 5
 
@@ -191,7 +192,7 @@ def check_schemas(rng: np.random.Generator, count: int, grammars: Grammars, engi
 
 
 def test_answers_fit_their_random_schemas(grammars, overlapped, rng):
-    check_schemas(rng, 16, grammars, overlapped)
+    check_schemas(rng, 8, grammars, overlapped)
 
 
 @pytest.mark.slow
@@ -213,7 +214,7 @@ def test_rejection_sampling_keeps_the_constrained_distribution(grammars, rng):
         token_tiers=(80,),
         block_size=3,
     )
-    e = Engine(config, target("qwen3_tiny"), drafter(NAME), policy=Erratic(rng), mesh=mesh())
+    e = make_engine(config, target("qwen3_tiny"), drafter(NAME), policy=Erratic(rng))
     trials = 1500
     results = run(e, [replace(request, id=i) for i in range(trials)])
     probabilities: dict[tuple[int, ...], float] = {}
@@ -269,7 +270,7 @@ def test_min_tokens_wait_while_the_grammar_can_go_on(grammars, overlapped):
 def test_where_other_parameters_forbid_all_that_is_legal_the_answer_ends(grammars, overlapped):
     base = constrain(Request(0, prompts(NAME)[0], GREEDY), grammars, {"regex": "[ab]{2}x"})
     words = ((ID_X,),)
-    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0}]
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0}]
     for kind in kinds:
         banned = replace(base, bad_words=words, params=replace(base.params, **kind, bad_words=words))
         result = run(overlapped, [banned])[0]

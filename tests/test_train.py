@@ -319,7 +319,8 @@ def accept_length(tiny, drafter, text):
     return sum(o.completion_tokens - 1 for o in outputs) / sum(o.steps for o in outputs)
 
 
-@pytest.mark.parametrize("algorithm", ["DSPARK", pytest.param("EAGLE3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["DSPARK", "EAGLE3"])
 def test_a_minute_of_training_raises_the_accept_length(tiny, text, tmp_path, algorithm):
     layers = (0, 1, 2, 3, 4) if algorithm == "EAGLE3" else (1, 3, 4)
     shape = replace(SHAPE, algorithm=algorithm, target_layer_ids=layers)

@@ -129,7 +129,8 @@ def _main() -> None:
     settings = Settings(**given)
     flags = tyro.cli(Serve, args=shlex.split(asked["server"]), config=STYLE)
     try:
-        llm = open_llm(flags.model, flags.speculation, flags.engine)
+        # As the server does it (cli_serve.py), but that programs are compiled before they are timed.
+        llm = open_llm(flags.model, flags.speculation, flags.engine, measure_cost=True)
         print(json.dumps(measure(llm, settings)))
     except UserError as e:
         sys.exit(str(e))

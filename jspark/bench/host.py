@@ -34,15 +34,16 @@ from jspark.cost import CostTable
 from jspark.engine import Engine
 from jspark.kv import PageAllocator
 from jspark.mask import Mask
-from jspark.programs import Programs, ProposeShape, VerifyShape
+from jspark.programs import Programs
 from jspark.propose import Proposal
 from jspark.request import Request, SamplingParams
 from jspark.scheduler import Running, Scheduler
+from jspark.shapes import ProposeShape, VerifyShape
 from jspark.state import PackedArgs, PackedPacket, SlotTable, packet_layout
 from jspark.step import Pools
 
 if TYPE_CHECKING:
-    pass
+    from matplotlib.axes import Axes
 
 #: Time of this thread alone: what else runs on the machine makes it longer by cold caches only.
 now = time.thread_time
@@ -275,7 +276,8 @@ def _instrument(engine: Engine, clock: Clock) -> None:
         (owned, "_admit", "admit"),
         (engine.scheduler, "plan", "rows"),
         (owned._planner, "plan", "budget"),
-        (owned._arguments, "step", "arguments"),
+        (owned.arguments, "wanted", "arguments"),
+        (owned.arguments, "step", "arguments"),
         (owned._planner, "tell", "collect"),
     ):
         setattr(owner, name, clock.timed(stage, getattr(owner, name)))

@@ -35,6 +35,7 @@ _BATCHES = 7
 #: Seconds of a timed batch, about.
 _BATCH_SECONDS = 0.02
 _WARM_SECONDS = 0.05
+_COLOURS = {"mosaic": "#2a6f97", "triton": "#61a5c2", "cudnn": "#bc9a5f", "xla": "#a9b4c2"}
 #: Cases of a CPU: they show that the command works, not how fast anything is.
 _ON_A_CPU = (
     Case("r2 c64 q4", 2, 64, 4, heads=8, kv_heads=2, head_dim=64, page_size=16),
@@ -105,13 +106,14 @@ def measure(mesh: Mesh, dtype: str) -> report.Record:
 
 
 def soak(mesh: Mesh, dtype: str, seconds: float, seed: int) -> report.Record:
-    """Random shapes for `seconds`: each version's error against float32.
+    """Random shapes for `seconds` in place of figures: each version's errors against float32.
 
     Raises:
         UserError: an error beyond rounding, with the case and the seed.
     """
     device, number = mesh.devices.flat[0], jnp.dtype(dtype)
-    rng, started, worst, cases = np.random.default_rng(seed), time.perf_counter(), 0.0, 0
+    rng, started = np.random.default_rng(seed), time.perf_counter()
+    found: dict[str, list[float]] = {}
     bound = 1e-5 if dtype == "float32" else 5e-3
     with jax.default_device(device), ThreadPoolExecutor() as pool:
         while time.perf_counter() - started < seconds:
@@ -127,8 +129,45 @@ def soak(mesh: Mesh, dtype: str, seconds: float, seed: int) -> report.Record:
             for (case, name), off in zip(pairs, errors, strict=True):
                 if off > bound:
                     raise UserError(f"{name} is off by {off:.1e} (seed {seed}): {case}")
-                worst, cases = max(worst, off), cases + 1
-    return {"seconds": time.perf_counter() - started, "seed": seed, "runs": cases, "worst_error": worst}
+                found.setdefault(name, []).append(off)
+    return {
+        "dtype": dtype,
+        "seconds": time.perf_counter() - started,
+        "seed": seed,
+        "bound": bound,
+        "errors": found,
+    }
+
+
+def show_soak(results: report.Record) -> None:
+    """Prints the results of a soak."""
+    report.show(
+        f"Random shapes, {results['dtype']}, {results['seconds']:.0f} s, seed {results['seed']}",
+        ("version", "runs", "median error", "worst error", "bound"),
+        [
+            (name, str(len(off)), f"{statistics.median(off):.1e}", f"{max(off):.1e}", f"{results['bound']:.0e}")
+            for name, off in results["errors"].items()
+        ],
+        ("A shape that is off would have ended the run.",),
+    )
+
+
+def draw_soak(results: report.Record, axes: Axes) -> None:
+    """How many shapes had which error."""
+    for name, off in results["errors"].items():
+        axes.hist(
+            off,
+            bins=40,
+            range=(0, results["bound"]),
+            histtype="step",
+            label=f"{name}, {len(off)} shapes",
+            color=_COLOURS[name],
+        )
+    axes.axvline(results["bound"], color="#d1495b", linewidth=1)
+    axes.set_xlabel("error relative to float32")
+    axes.set_ylabel("shapes")
+    axes.set_title(f"Ragged attention on random shapes, {results['dtype']}", loc="left")
+    axes.legend(frameon=False)
 
 
 def _heads(case: Case, dtype) -> HeadShape:
@@ -333,11 +372,6 @@ def show(results: report.Record) -> None:
             f"Measured here: copy {limits['copy_bytes_per_second'] / 1e9:.0f} GB/s, read "
             f"{limits['read_bytes_per_second'] / 1e9:.0f} GB/s, "
             f"{limits['matmul_flops_per_second'] / 1e12:.3g} TFLOP/s.",
-            *(
-                [f"{soak['runs']} runs of random shapes, worst error {soak['worst_error']:.1e}."]
-                if (soak := results["soak"])
-                else []
-            ),
         ),
     )
 
@@ -345,8 +379,7 @@ def show(results: report.Record) -> None:
 def draw(results: report.Record, axes: Axes) -> None:
     """How many times its floor each version takes, by case."""
     cases = list(dict.fromkeys(op["case"] for op in results["ops"]))
-    colours = {"mosaic": "#2a6f97", "triton": "#61a5c2", "cudnn": "#bc9a5f", "xla": "#a9b4c2"}
-    for name, colour in colours.items():
+    for name, colour in _COLOURS.items():
         ops = [op for op in results["ops"] if op["version"] == name and "us" in op]
         if ops:
             axes.plot([op["ratio"] for op in ops], [op["case"] for op in ops], "o", color=colour, label=name)

@@ -84,11 +84,27 @@ def check_output(path: Path) -> None:
 
 def save(record: Record, path: Path, draw: Callable[[Axes], None]) -> None:
     """Writes `record` to `path`, and what `draw` draws to the PNG of the same name."""
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    draw(axes)
-    axes.spines[["top", "right"]].set_visible(False)
+
+    def draw_one(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        draw(axes)
+        axes.spines[["top", "right"]].set_visible(False)
+
+    save_json(record, path)
+    save_figure(path, draw_one)
+
+
+def save_json(record: Record, path: Path) -> None:
+    """Writes `record` to `path`; what was there stays whole until the new file is."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def save_figure(path: Path, draw: Callable[[Figure], None], size: tuple[float, float] = (8, 4.5)) -> None:
+    """What `draw` draws, `size` in inches, as the PNG beside the record at `path`."""
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure)
     figure.savefig(path.with_suffix(".png"), dpi=150)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jspark.evaluate.confidence import conditional
+from jspark.sts import conditional
 
 #: Resamples of a bootstrap, and the shares of them below the interval's two ends.
 RESAMPLES, ENDS = 2000, (0.025, 0.975)

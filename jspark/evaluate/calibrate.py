@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from jspark import sts
 from jspark.calibration import CLASSES
 from jspark.errors import UserError
-from jspark.evaluate import sts
 from jspark.evaluate.collect import Recorder, answer
-from jspark.evaluate.confidence import Bins, bins, by_position, survival, survived
+from jspark.evaluate.confidence import Bins, bins, by_position, survival
 from jspark.evaluate.data import DataSet
 from jspark.llm import LLM
 from jspark.request import SamplingParams
+from jspark.sts import survived
 
 #: Blocks below which chance alone shows in the third digit of an ECE.
 ENOUGH_BLOCKS = 50_000

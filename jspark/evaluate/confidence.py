@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-#: Bins of equal width over [0, 1], as SGLang counts them.
-BINS = 15
+from jspark.sts import BINS, conditional, survived
 
 
 @dataclass(frozen=True)
@@ -94,22 +93,6 @@ def scores(prediction: Float[np.ndarray, " n"], outcome: Bool[np.ndarray, " n"],
 def survival(logits: Float[np.ndarray, "n g"], temperatures: Float[np.ndarray, " g"] | None = None) -> np.ndarray:
     """Π_{i≤k} σ(logit_i / T_i) of every position, float64 [n, γ] (DSpark, its section on calibration)."""
     return np.cumprod(conditional(logits, temperatures), axis=1)
-
-
-def conditional(
-    logits: Float[np.ndarray, "n g"], temperatures: Float[np.ndarray, " g"] | None = None
-) -> np.ndarray:
-    """σ(logit_k / T_k), float64 [n, γ]: that a token survives given that those before it did."""
-    scaled = logits.astype(np.float64)
-    if temperatures is not None:
-        scaled = scaled / np.asarray(temperatures)[None]
-    with np.errstate(over="ignore"):
-        return 1.0 / (1.0 + np.exp(-scaled))
-
-
-def survived(block_accepted: Int[np.ndarray, " n"], block_size: int) -> Bool[np.ndarray, "n g"]:
-    """Whether the first k drafted tokens were all accepted, k = 1..γ."""
-    return np.asarray(block_accepted)[:, None] > np.arange(block_size)[None]
 
 
 def by_position(

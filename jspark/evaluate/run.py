@@ -59,6 +59,7 @@ class Settings:
     context_length: int = 0
     chunked_prefill_size: int = 512
     dtype: DType | None = None
+    overlap: bool | None = None
 
 
 def open_llm(
@@ -75,6 +76,7 @@ def open_llm(
         context_length=context,
         chunked_prefill_size=settings.chunked_prefill_size,
         single_shapes=not cpu,
+        overlap=settings.overlap,
     )
 
 

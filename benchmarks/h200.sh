@@ -1,0 +1,64 @@
+#!/bin/sh
+# What is measured on an H200 beside the server (serve_h200.sh) and training (train_smollm2.sh), a part at a time.
+# Each part ends within ten minutes. Records go to $OUTPUT, benchmarks/h200 by default. From the repository's root:
+#
+#   benchmarks/h200.sh attention            kernels: their tests, beside their floors, the write into pages
+#   benchmarks/h200.sh steps                whole steps with and without kernels
+#   benchmarks/h200.sh soak [SECONDS]       random shapes, 570 seconds by default; no figures of speed
+#   benchmarks/h200.sh goldens              the reference's outputs, on the device
+#   benchmarks/h200.sh drafter FOLDER [NAME=PATH …]   calibration of the shipped drafter, then the data sets in
+#                                           FOLDER with it and with others
+set -u
+output=${OUTPUT:-$PWD/benchmarks/h200}
+part=${1:?name a part}
+shift
+mkdir -p "$output"
+
+run() { # seconds, command…
+    limit=$1
+    shift
+    echo "── $*"
+    timeout "$limit" "$@" || echo "── exit code $?"
+}
+
+attention() {
+    run 150 python -m pytest -m gpu tests/test_attention_gpu.py tests/test_mosaic.py -q -k "not goldens"
+    run 240 python -m jspark bench kernels --output "$output/kernels.json"
+    run 120 python benchmarks/kv_write.py "$output/kv_write.json"
+}
+
+steps() {
+    run 500 python benchmarks/step_attention.py "$output/step_attention.json"
+}
+
+soak() {
+    seconds=${1:-570}
+    run $((seconds + 25)) python -m jspark bench kernels --soak "$seconds" --output "$output/kernels_soak.json"
+}
+
+goldens() {
+    run 500 python -m pytest -m "not slow" tests/test_goldens.py tests/test_attention_gpu.py -q -k "golden or runs or tokens"
+}
+
+drafter() {
+    data=$1
+    shift
+    files="" arms=""
+    for file in "$data"/*.jsonl; do files="$files --data $file"; done
+    for arm in "$@"; do arms="$arms --speculative-draft-model-path $arm"; done
+    shipped=jspark/checkpoint/shipped/smollm2-135m-dspark
+    run 200 python -m jspark calibrate --model-path smollm2-135m --speculative-draft-model-path $shipped \
+        --num-prompts 2000 --output "$output/smollm2-135m-dspark-sts.json"
+    # shellcheck disable=SC2086
+    run 380 python -m jspark eval --model-path smollm2-135m $files --speculative-draft-model-path shipped=$shipped $arms \
+        --speculative-dspark-confidence-sts-path "shipped=$output/smollm2-135m-dspark-sts.json" \
+        --temperature 1 --temperature 0 --max-new-tokens 512 --output "$output/eval_smollm2"
+}
+
+case $part in
+attention | steps | soak | goldens | drafter) "$part" "$@" ;;
+*)
+    echo "no part is called $part: attention, steps, soak, goldens or drafter" >&2
+    exit 2
+    ;;
+esac

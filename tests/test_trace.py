@@ -1,0 +1,141 @@
+"""Traces: what is written is read back, and sums to the engine's own figures."""
+
+import signal
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from support import drafter, mesh, prompts, run, target
+
+from jspark import trace
+from jspark.budget import Fixed
+from jspark.config import EngineConfig
+from jspark.engine import Engine
+from jspark.errors import UserError
+from jspark.request import Request, SamplingParams
+
+NAME = "dspark_qwen3_tiny_vanilla_trained"
+HEADER = trace.Header("tiny", NAME, 7, "cap-accept", "Fixed(window=3)", 16, False, None, {"jspark": "0"}, "cpu")
+
+
+def traced(path, buffer=trace.BUFFER):
+    """(requests, their results, the trace) of an engine under cap-accept; the last request is aborted."""
+    writer = trace.TraceWriter(path, HEADER, buffer)
+    config = EngineConfig(
+        max_running_requests=4,
+        page_size=16,
+        context_length=128,
+        chunked_prefill_size=32,
+        verify_mode="cap-accept",
+        single_shapes=True,
+    )
+    engine = Engine(config, target("qwen3_tiny"), drafter(NAME), mesh=mesh(), policy=Fixed(3), observer=writer)
+    requests = [
+        Request(i, prompt[: 20 + i], SamplingParams(temperature=1, seed=i, max_tokens=12 + i))
+        for i, prompt in enumerate(prompts(NAME)[:3])
+    ]
+    results = run(engine, requests)
+    lost = Request(9, prompts(NAME)[0], SamplingParams(temperature=1, seed=9, max_tokens=40))
+    engine.add(lost)
+    while not (updates := engine.step()):
+        pass
+    engine.abort(9)
+    writer.close()
+    return requests, results, len(updates[0].tokens), engine
+
+
+def test_a_trace_says_what_the_engine_says(tmp_path):
+    requests, results, aborted, engine = traced(tmp_path / "t.jsonl")
+    found = trace.read(tmp_path / "t.jsonl")
+    assert found.header == HEADER
+    assert found.lost == 0
+    assert [a.request for a in found.arrivals] == [0, 1, 2, 9]
+    assert [e.request for e in sorted(found.ends, key=lambda e: e.request)] == [0, 1, 2]
+    assert [s.number for s in found.steps] == list(range(1, len(found.steps) + 1))
+    assert all(s > 0 for s in found.seconds)
+    assert all(s.context == sum(s.position) for s in found.steps)
+    columns = ((s.request, s.drafted, s.window, s.count, s.accepted) for s in found.steps)
+    rows = [row for of_step in columns for row in zip(*of_step, strict=True)]
+    assert sum(row[3] for row in rows if row[0] == 9) == aborted
+    for request, result in zip(requests, results, strict=True):
+        own = [row for row in rows if row[0] == request.id]
+        arrival = found.arrivals[request.id]
+        assert (arrival.prompt, arrival.sampled) == (len(request.prompt), request.params.temperature > 0)
+        assert sum(row[3] for row in own) == len(result.tokens)
+        assert next(e.output for e in found.ends if e.request == request.id) == len(result.tokens)
+        decode = [row for row in own if row[1]]
+        assert Counter(row[2] for row in decode) == result.stats.windows == {3: result.stats.steps}
+        assert Counter(row[4] for row in decode) == result.stats.accepted
+    uncut = sum(sum(s.block_accepted) for s in found.steps)
+    cut = sum(sum(s.accepted) for s in found.steps)
+    engine.totals.add(results[0].stats)  # and back: totals hold what has ended, the aborted request included
+    assert engine.totals.steps == sum(r.stats.steps for r in results) + results[0].stats.steps
+    assert uncut > cut > 0
+    for step in found.steps:
+        for drafted, survival in zip(step.drafted, step.survival, strict=True):
+            assert (survival is None) == (drafted == 0)
+            if survival:
+                assert len(survival) == 7
+                assert np.all(np.diff(survival) <= 0)
+
+
+def test_what_is_no_trace_is_refused(tmp_path):
+    path = tmp_path / "t.jsonl"
+    with pytest.raises(UserError, match="cannot be read"):
+        trace.read(path)
+    for text in ("{}\n", "no json\n", '{"kind":"step"}\n', "\n"):
+        path.write_text(text)
+        with pytest.raises(UserError, match="is no trace"):
+            trace.read(path)
+    with pytest.raises(UserError, match="cannot be written"):
+        trace.TraceWriter(tmp_path / "none" / "t.jsonl", HEADER)
+
+
+def test_a_full_disk_is_said_at_the_start(tmp_path):
+    if not sys.platform.startswith("linux"):
+        pytest.skip("needs /dev/full")
+    with pytest.raises(UserError, match="No space"):
+        trace.TraceWriter("/dev/full", HEADER)
+
+
+#: Hands records over faster than they can be written, until it is interrupted.
+FLOOD = """
+import sys, numpy as np
+from jspark import trace
+from jspark.record import StepRecord
+header = trace.Header("m", None, 1, "compact", "", 1, False, None, {}, "cpu")
+writer = trace.TraceWriter(sys.argv[1], header, 64)
+one = np.ones(1, int)
+print("go", flush=True)
+try:
+    for n in range(10**9):
+        values = [one] * 7 + [one > 2, np.zeros((1, 1)), np.ones((1, 1)), one, one * 1.0]
+        writer(StepRecord(n, 1, 1, 0, 0.0, 1.0, one, one, one > 2, *values[:5], *values[7:]))
+except KeyboardInterrupt:
+    print(n + 1 - writer.lost)
+"""
+
+
+def test_an_interrupt_leaves_whole_lines(tmp_path):
+    path = tmp_path / "t.jsonl"
+    process = subprocess.Popen(
+        [sys.executable, "-c", FLOOD, str(path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "go\n"
+    while path.stat().st_size < 100_000:
+        pass
+    process.send_signal(signal.SIGINT)
+    handed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert path.read_bytes().endswith(b"\n")
+    found = trace.read(path)
+    # The last one may have been on its way into the buffer.
+    assert int(handed) - 1 <= len(found.steps) <= int(handed)
+    assert found.lost > 0
+    # A line that was cut off is left out.
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert 0 < len(trace.read(path).steps) < len(found.steps)
