@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg, subcommand
 
-from jspark.cli_bench_engine import Soak, whole_numbers
+from jspark.cli_bench_engine import EngineLoad, Soak, whole_numbers
 from jspark.config import AttentionBackend, DType
 from jspark.errors import UserError
 
@@ -293,7 +293,7 @@ class Serve:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
         from jspark.axes import single_device_mesh
-        from jspark.bench import closed_loop, report, serve
+        from jspark.bench import engine_alone, report, serve
         from jspark.bench.server_process import started, starts
 
         output = None if self.output is None else Path(self.output)
@@ -307,7 +307,7 @@ class Serve:
             "runs": [],
         }
         if settings.concurrency:
-            alone = closed_loop.apart(self.server, settings) if self.engine_alone else None
+            alone = engine_alone.apart(self.server, settings) if self.engine_alone else None
             expected = alone["expected"] if alone else None
             results["engine_alone"] = alone["runs"] if alone else None
             if self.url is not None:
@@ -363,6 +363,7 @@ class Bench:
         | Annotated[Kernels, subcommand("kernels", prefix_name=False)]
         | Annotated[Training, subcommand("train", prefix_name=False)]
         | Annotated[Serve, subcommand("serve", prefix_name=False)]
+        | Annotated[EngineLoad, subcommand("engine", prefix_name=False)]
         | Annotated[Soak, subcommand("soak", prefix_name=False)]
     )
 

@@ -16,7 +16,7 @@ from serving import check_shape
 from test_structured import EOS, PIECES
 from text_model import text_model
 
-from jspark.bench.closed_loop import apart
+from jspark.bench.engine_alone import apart
 from jspark.bench.load import Settings
 from jspark.bench.serve import measure
 from jspark.bench.server_process import started

@@ -1,140 +1,220 @@
-"""The same load on an engine in this process, without HTTP: what a server's figures are held against.
+"""A closed loop of requests on an engine in this process, and what its steps looked like.
 
-Knows: how an engine is driven by askers that ask again as soon as they have an answer. Does not know: HTTP.
-Run as a program it takes a JSON object from standard input, and leaves the device's memory when it ends.
+Knows: how a number of requests is kept going, what counts and what does not, how the host's part is seen.
+Does not know: arms, models, flags (engine.py has them).
 """
 
 from __future__ import annotations
 
-import json
-import shlex
-import subprocess
-import sys
+import os
 import time
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
-from jspark.bench.load import Load, Settings, Tally
-from jspark.errors import UserError
-from jspark.request import SamplingParams
+import numpy as np
 
-if TYPE_CHECKING:
-    from jspark.answer import Answer
-    from jspark.llm import LLM
-
-
-def apart(server: str, settings: Settings) -> dict[str, Any]:
-    """What `measure` finds, in a process of its own. server: flags of `jspark serve`. Raises UserError."""
-    done = subprocess.run(
-        [sys.executable, "-m", "jspark.bench.closed_loop"],
-        input=json.dumps({"server": server, "settings": asdict(settings)}),
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise UserError(f"the engine could not be measured: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
+from jspark.bench.device_trace import DeviceTime, traced
+from jspark.budget import Policy
+from jspark.engine import Engine
+from jspark.record import StepRecord
+from jspark.request import Request, SamplingParams
+from jspark.results import Flight
+from jspark.shapes import VerifyShape, at_least
+from jspark.step import Sampling
 
 
-def measure(llm: LLM, settings: Settings) -> dict[str, Any]:
-    """`expected`: what LLM.generate answers to each prompt; `runs`: a closed loop for each concurrency."""
-    load = Load(settings, llm.target.config.vocab_size)
-    params = [SamplingParams(**sampling) for sampling in load.sampling]
-    expected = [output.output_ids for output in llm.generate(load.prompts, params)]
-    runs = []
-    for concurrency in settings.concurrency:
-        warm = min(2 * concurrency, settings.requests)
-        _run(llm, load, params, expected, concurrency, warm)
-        _forget_prompts(llm)
-        began = time.perf_counter()
-        tally = _run(llm, load, params, expected, concurrency, settings.requests)
-        runs.append(tally.summary(concurrency, settings.requests, time.perf_counter() - began))
-        _forget_prompts(llm)
-    return {"expected": expected, "runs": runs}
+class WatchedEngine(Engine):
+    """An engine that keeps its steps' records and the time that its loop spent waiting for the device."""
+
+    def __init__(self, *args, **kwargs):
+        self.records: list[StepRecord] = []
+        self.waited = 0.0
+        super().__init__(*args, observer=self.records.append, **kwargs)
+
+    def compile(self, rows: int, sampled: bool, coupled: bool) -> None:
+        """Makes all programs ready, side by side, that a closed loop of `rows` requests of one kind can need."""
+        a, size, least = self.arguments, self.block_size, self.least_tokens
+        rows = at_least(self.config.row_buckets, rows)
+        sampling = Sampling(sampled=sampled, coupled=sampled and coupled, rejection=sampled and not coupled)
+        chunk = a.chunk_steps[-1]
+        if self.programs.spec.attention.kernels:
+            prefills = [(chunk, 0, 0)]
+        else:
+            # A prompt alone in its step has one wide tile.
+            alone = [(chunk, 1, chunk)] if chunk > a.tile else []
+            prefills = [*alone, (chunk, a.most_tiles, a.tile)]
+        fewest, most = max(rows, least), max(rows * (size + 1), least)
+        tiers = {t for t in self.config.token_tiers if fewest <= t < most} | {most}
+        if self.config.verify_mode != "compact":
+            tiers = {most}
+        wanted = [(fewest, False), *((t, True) for t in sorted(tiers) if size)]
+        shapes = [
+            VerifyShape(rows, a.page_steps[-1], sampling, tokens, drafts, prefill)
+            for tokens, drafts in wanted
+            for prefill in (None, *prefills)
+        ]
+        with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) - 1))) as pool:
+            list(pool.map(self.programs.compile, shapes))
+
+    def switch_overlap(self, overlap: bool) -> None:
+        """Dispatches a step before the last one is collected, or not; of an idle engine."""
+        assert self.idle
+        self.overlap = self._cost.overlap = overlap
+
+    def _collect(self, flight: Flight):
+        started = time.perf_counter()
+        flight.packet.words.block_until_ready()
+        self.waited += time.perf_counter() - started
+        return super()._collect(flight)
 
 
-def _forget_prompts(llm: LLM) -> None:
-    """What the server is told by /flush_cache."""
-    cache = llm.engine.scheduler.cache
-    if cache is not None:
-        cache.clear()
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the workload that they belong to."""
+
+    tokens: tuple[int, ...]
+    kind: str
 
 
-@dataclass
-class _Asker:
-    """A request in progress; leaves: pieces after which it is given up, 0 never."""
+@dataclass(frozen=True)
+class Load:
+    """What the loop asks for: `concurrency` requests at a time, `new_tokens` each whatever the model says.
 
-    answer: Answer
-    which: int
-    began: float
-    leaves: int
-    first: float = 0.0
-    pieces: int = 0
+    seed: None is the rejection sampler, a number the coupled one with that seed and those after it. speculative:
+    whether the requests may draft.
+    """
+
+    concurrency: int
+    new_tokens: int
+    temperature: float
+    seed: int | None = None
+    speculative: bool = True
 
 
-def _run(
-    llm: LLM,
+@dataclass(frozen=True)
+class Turn:
+    """What was seen of one arm for a while. Seconds.
+
+    prefill: from the first step until every one of the first requests had its first token; prompt_tokens: of
+    these. records: of the steps after that, as long as the loop was full. seconds: over these steps; host: of
+    them, outside of waiting for the device. owners: (kind, tokens of the prompt) of each request by its id.
+    compiled: programs compiled within; a turn with any is no measurement.
+    """
+
+    prefill: float
+    prompt_tokens: int
+    records: list[StepRecord]
+    seconds: float
+    host: float
+    owners: dict[int, tuple[str, int]]
+    compiled: int
+    device: DeviceTime | None = None
+
+
+def turn(
+    engine: WatchedEngine,
+    policy: Policy,
+    prompts: Sequence[Prompt],
     load: Load,
-    params: list[SamplingParams],
-    expected: list[list[int]],
-    concurrency: int,
-    requests: int,
-) -> Tally:
-    engine, tally, numbers = llm.engine, Tally(), iter(range(requests))
-    leaves, askers = load.leaves(concurrency, requests), {}
+    seconds: float,
+    *,
+    first_id: int = 0,
+    most_steps: int | None = None,
+    profile: bool = False,
+) -> Turn:
+    """Runs a closed loop under `policy` for `seconds` of full load, then aborts what is left.
 
-    def ask() -> None:
-        number = next(numbers, None)
-        if number is None:
-            return
-        which, began = number % len(load.prompts), time.perf_counter()
-        [answer] = llm.prepare([load.prompts[which]], params[which])
-        engine.add(answer.request, answer.limit)
-        askers[answer.request.id] = _Asker(answer, which, began, leaves.get(number, 0))
+    The first requests end at staggered lengths, as if the loop had run for long. most_steps: ends the loop
+    after so many steps too. profile: looks at the device's own trace of the same steps, which slows them.
+    """
+    engine.policy = policy
+    engine.records.clear()
+    programs = engine.programs.report.programs
+    owners: dict[int, tuple[str, int]] = {}
 
-    for _ in range(concurrency):
-        ask()
-    while not engine.idle:
+    def add(share: float = 1.0) -> None:
+        number = first_id + len(owners)
+        prompt = prompts[number % len(prompts)]
+        owners[number] = prompt.kind, len(prompt.tokens)
+        tokens = max(2, round(load.new_tokens * share))
+        params = SamplingParams(
+            temperature=load.temperature,
+            max_tokens=tokens,
+            ignore_eos=True,
+            seed=None if load.seed is None else load.seed + number,
+            speculative=load.speculative,
+        )
+        engine.add(Request(number, prompt.tokens, params))
+
+    for i in range(load.concurrency):
+        add((i + 1) / load.concurrency)
+    started, waiting = time.perf_counter(), set(owners)
+    while waiting:
         for update in engine.step():
-            asker = askers.get(update.id)
-            if asker is None:
-                continue
-            now = time.perf_counter()
-            asker.answer.take(update)
-            asker.pieces += 1
-            asker.first = asker.first or now
-            ended = asker.answer.finish_reason is not None
-            if ended:
-                tokens = asker.answer.output().output_ids
-                tally.add(tokens, expected[asker.which], asker.began, asker.first, now)
-            elif asker.pieces == asker.leaves:
-                engine.abort(update.id)
-                tally.left += 1
-                ended = True
-            if ended:
-                del askers[update.id]
-                ask()
-    return tally
+            waiting.discard(update.id)
+            if update.finish_reason:
+                add()
+    prefill, prompt_tokens = time.perf_counter() - started, sum(n for _, n in list(owners.values()))
+    with traced(profile) as trace:
+        begin, waited, done = time.perf_counter(), engine.waited, len(engine.records)
+        while True:
+            finished = sum(update.finish_reason is not None for update in engine.step())
+            steps = len(engine.records) - done
+            if time.perf_counter() - begin >= seconds or (most_steps is not None and steps >= most_steps):
+                break
+            for _ in range(finished):
+                add()
+        total = time.perf_counter() - begin
+        host = total - (engine.waited - waited)
+        records = engine.records[done:]
+    for number in owners:
+        engine.abort(number)
+    while not engine.idle:
+        engine.step()
+    compiled = engine.programs.report.programs - programs
+    return Turn(prefill, prompt_tokens, records, total, host, owners, compiled, trace.time)
 
 
-def _main() -> None:
-    import tyro
+@dataclass(frozen=True)
+class Steps:
+    """Steps of several turns of one arm, one entry a request row that committed after its first token."""
 
-    from jspark.cli import STYLE
-    from jspark.cli_serve import Serve
-    from jspark.flags import open_llm
+    request: np.ndarray
+    kind: np.ndarray
+    window: np.ndarray
+    accepted: np.ndarray
+    block_accepted: np.ndarray
+    count: np.ndarray
 
-    asked = json.loads(sys.stdin.read())
-    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in asked["settings"].items()}
-    settings = Settings(**given)
-    flags = tyro.cli(Serve, args=shlex.split(asked["server"]), config=STYLE)
-    try:
-        # As the server does it (cli_serve.py), but that programs are compiled before they are timed.
-        llm = open_llm(flags.model, flags.speculation, flags.engine, measure_cost=True)
-        print(json.dumps(measure(llm, settings)))
-    except UserError as e:
-        sys.exit(str(e))
+    @classmethod
+    def of(cls, turns: Sequence[Turn]) -> Steps:
+        """Rows of all turns; requests are numbered anew, since turns use the same ids."""
+        columns: list[list] = [[] for _ in range(6)]
+        for number, t in enumerate(turns):
+            for r in t.records:
+                for i, request in enumerate(r.request.tolist()):
+                    kind, prompt = t.owners[request]
+                    if r.position[i] < prompt:
+                        continue  # its first token
+                    row = (number, request), kind, r.window[i], r.accepted[i], r.block_accepted[i], r.count[i]
+                    for column, value in zip(columns, row, strict=True):
+                        column.append(value)
+        ids = {key: i for i, key in enumerate(dict.fromkeys(columns[0]))}
+        request = np.array([ids[key] for key in columns[0]], int)
+        return cls(request, np.array(columns[1]), *(np.array(c, int) for c in columns[2:]))
 
 
-if __name__ == "__main__":
-    _main()
+def rates(t: Turn) -> list[float]:
+    """Tokens a second of every request of a turn, between its first and its last step there."""
+    seen: dict[int, list[tuple[float, int]]] = {}
+    for r in t.records:
+        for request, count in zip(r.request.tolist(), r.count.tolist(), strict=True):
+            seen.setdefault(request, []).append((r.collected, count))
+    return [sum(count for _, count in own[1:]) / (own[-1][0] - own[0][0]) for own in seen.values() if len(own) > 1]
+
+
+def step_seconds(t: Turn) -> list[tuple[StepRecord, float]]:
+    """Steps without prompt rows, as the step before was, and the time between the two."""
+    pairs = zip(t.records, t.records[1:], strict=False)
+    return [(b, b.collected - a.collected) for a, b in pairs if not (a.prefill_tokens or b.prefill_tokens)]

@@ -1,7 +1,7 @@
 """A load: which prompts are asked for, by how many at a time, who goes away, and what the askers see.
 
 Knows: how requests are drawn, and how what comes of them is counted. Does not know: who answers them, a server
-(serve.py) or an engine in this process (closed_loop.py).
+(serve.py) or an engine in this process (engine_alone.py).
 """
 
 from __future__ import annotations
