@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg, subcommand
 
-from jspark.cli_bench_engine import Soak, whole_numbers
+from jspark.cli_bench_engine import EngineLoad, Soak, whole_numbers
 from jspark.config import AttentionBackend, DType
 from jspark.errors import UserError
 
@@ -326,6 +326,7 @@ class Bench:
         | Annotated[Kernels, subcommand("kernels", prefix_name=False)]
         | Annotated[Training, subcommand("train", prefix_name=False)]
         | Annotated[Serve, subcommand("serve", prefix_name=False)]
+        | Annotated[EngineLoad, subcommand("engine", prefix_name=False)]
         | Annotated[Soak, subcommand("soak", prefix_name=False)]
     )
 

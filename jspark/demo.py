@@ -169,7 +169,9 @@ class Demo:
         if size is None and self.speculative_draft_model_path is None and _on_a_cpu(target):
             size = _CPU_BLOCK_SIZE
         drafting: dict[str, Any] = sizes | ({} if size is None else {"block_size": size})
-        speculative = LLM(target, None if own else self._drafter, "DSPARK" if own else None, **drafting)
+        # Whole blocks, so that what is shown does not depend on whether a cost table was measured here once.
+        draft, algorithm = (None, "DSPARK") if own else (self._drafter, None)
+        speculative = LLM(target, draft, algorithm, policy="full", **drafting)
         return {speculative.algorithm: speculative, "plain": LLM(target, **sizes)}, chats
 
     def _verdict(self, outputs: dict[str, list[Output]], equal: bool, dtype: str) -> Text:

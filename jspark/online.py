@@ -30,7 +30,7 @@ class AcceptanceByPosition:
     def observe(self, sampled: np.ndarray, window: np.ndarray, accepted: np.ndarray) -> None:
         """Takes in the rows of a step: [n] class, drafted tokens verified, drafted tokens accepted."""
         self._new.append((sampled, window, accepted))
-        if len(self._new) < self._batch and not np.isnan(self._rates[:, 0]).any():
+        if len(self._new) < self._batch and not np.isnan(self._rates[sampled.astype(np.int64), 0]).any():
             return
         sampled, window, accepted = (np.concatenate(parts) for parts in zip(*self._new, strict=True))
         self._new.clear()

@@ -41,7 +41,7 @@ class StepCost:
         page_steps: tuple[int, ...],
         overlap: bool,
     ):
-        self._config, self._programs, self._scheduler, self._overlap = config, programs, scheduler, overlap
+        self._config, self._programs, self._scheduler, self.overlap = config, programs, scheduler, overlap
         self._profiler = Profiler(programs, config, page_steps, scheduler.context_length)
         self._live: LiveCost | None = None
         # When the last step was collected, and how many programs there were.
@@ -119,12 +119,8 @@ class StepCost:
         live, shape = self._live, flight.shape
         if live is None or shape.prefill or shape.masked:
             return
-        if (
-            count != self._count
-            or self._programs.background.busy
-            or (self._overlap and flight.dispatched > before)
-        ):
+        if count != self._count or self._programs.background.busy or (self.overlap and flight.dispatched > before):
             return
         context = sum(r.position for r in flight.rows)
         predicted = live.table.seconds(shape.rows, shape.verify_tokens, context, drafts=shape.drafts)
-        live.observe(shape.verify_tokens, predicted, now - (before if self._overlap else flight.dispatched))
+        live.observe(shape.verify_tokens, predicted, now - (before if self.overlap else flight.dispatched))

@@ -78,8 +78,8 @@ def make_engine(config: EngineConfig, target, drafter=None, **options) -> Engine
     programs, sizes = engine.programs, replace(engine.config, overlap=None, prefix_cache=True)
     models = (id(target[0]), drafter and id(drafter[0]), str(options.get("sts")))
     # The models are kept, so that their ids stay theirs.
-    shared, *_ = _compiled.setdefault((sizes, programs.spec, models), (programs._compiled, target, drafter))
-    programs._compiled = shared
+    own = (programs._compiled, programs._proposals, target, drafter)
+    programs._compiled, programs._proposals, *_ = _compiled.setdefault((sizes, programs.spec, models), own)
     return engine
 
 

@@ -352,8 +352,8 @@ def draw(results: report.Record, axes: Axes) -> None:
         widths = np.array([e["stages_us"][stage] for e in results["engine"]])
         axes.barh(labels, widths, left=left, color=color, label=stage)
         left += widths
-    axes.axvline(BAR_US, color="black", linewidth=1, linestyle="--")
-    axes.text(BAR_US, -0.7, f" {BAR_US:.0f} µs, the bar at R {BAR_ROWS}", fontsize=8)
+    label = f"{BAR_US:.0f} µs, the bar at R {BAR_ROWS}"
+    axes.axvline(BAR_US, color="black", linewidth=1, linestyle="--", label=label)
     axes.invert_yaxis()
     axes.set_xlabel("µs of the host's time a step, medians")
     axes.set_title("Host cost of the loop by stage, device and text left out", loc="left")
