@@ -162,7 +162,7 @@ def draw(record: dict[str, Any], axes: Axes) -> None:
     known = list(measured["draft"])
     axes.plot(list(draft), [s * 1e3 for s in draft.values()], color="#e09f3e", label="draft, by R")
     axes.plot(known, [draft[r] * 1e3 for r in known], "o", color="#e09f3e")
-    axes.plot([], [], " ", label=f"context: {record['context'] * 1e6:.2g} ms per 1,000 tokens")
+    axes.plot([], [], " ", label=f"context: {record['context'] * 1e6:.3g} ms per 1,000 tokens")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_ylim(bottom=0)

@@ -333,26 +333,18 @@ class Profiler:
         context: dict[int, tuple[float, float]],
         seconds: float,
     ) -> Profile:
-        """The table: what the short context cost is taken out, what was not measured is interpolated."""
-        shapes, largest = self.shapes(), self.config.row_buckets[-1]
-        of_draft = of_verify = 0.0
+        """The table; what was not measured is interpolated. What the short context costs stays in it."""
+        shapes, token = self.shapes(), 0.0
         if context:
             (short, before), (long, after) = sorted(context.items())
-            tokens = largest * (long - short)
-            of_draft, of_verify = (max(0.0, b - a) / tokens for a, b in zip(before, after, strict=True))
-
-        def without(cost: float, token: float, rows: int) -> float:
-            # Noise must not make a program free.
-            return max(cost / 2, cost - token * rows * self.contexts[0])
-
+            token = max(0.0, sum(after) - sum(before)) / (self.config.row_buckets[-1] * (long - short))
         rows = sorted({s.rows for s in shapes})
-        known = sorted((r, without(s, of_draft, r)) for r, s in draft.items())
-        at, costs = np.array(known).T
+        at, costs = np.array(sorted(draft.items())).T
         drafts = dict(zip(rows, np.interp(rows, at, costs).tolist(), strict=True))
-        table = additive(drafts, {(r, t): without(s, of_verify, r) for (r, t), s in verify.items()})
+        table = additive(drafts, verify)
         tiers = sorted({s.verify_tokens for s in shapes})
         costs = np.interp(tiers, list(table.verify), list(table.verify.values())).tolist()
-        table = CostTable(table.draft, dict(zip(tiers, costs, strict=True)), of_draft + of_verify)
+        table = CostTable(table.draft, dict(zip(tiers, costs, strict=True)), token)
         interpolated = len(rows) - len(draft) + len(tiers) - len({t for _, t in verify})
         measured = {n: sum(pair) for n, pair in context.items()}
         return Profile(table, draft, verify, measured, interpolated, seconds, self.key())

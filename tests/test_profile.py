@@ -9,6 +9,7 @@ import pytest
 from support import check_equals_plain, drafter, mesh, plain, prompts, run, target
 
 from jspark.budget import Auto, GlobalArgmax
+from jspark.cli import main
 from jspark.config import EngineConfig
 from jspark.cost import CostTable, LiveCost
 from jspark.engine import Engine
@@ -174,3 +175,19 @@ def test_correction_follows_a_slower_machine_and_stays_bounded(rng):
         live.observe(16, live.table.seconds(2, 16), 1e6)
     assert live.figures.factors[16] <= 4.0 * 1.001
     assert list(live.table.verify.values()) == sorted(live.table.verify.values())
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_table_that_engines_read(cache, goldens, tmp_path, capsys):
+    output = tmp_path / "table.json"
+    models = ["--model-path", str(goldens / "qwen3_tiny"), "--speculative-draft-model-path", str(goldens / NAME)]
+    sizes = ["--max-running-requests", "2", "--context-length", "96", "--profile-seconds", "1"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", JsparkWarning)
+        assert main(["profile", *models, *sizes, "--skip-draft-probe", "--output", str(output)]) == 0
+    record = json.loads(output.read_text())
+    assert CostTable.from_file(str(output)).verify == {int(t): s for t, s in record["verify"].items()}
+    assert {"versions", "device", "command", "key"} <= record.keys()
+    assert output.with_suffix(".png").stat().st_size > 1000
+    assert len(list(cache.glob("*.json"))) == 1, "kept for later engines"
+    assert "floor ms" in capsys.readouterr().out
