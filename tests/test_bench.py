@@ -13,6 +13,7 @@ from support import GOLDENS, mesh, target
 
 from jspark.bench import ceilings
 from jspark.bench.ceilings import Ceilings, Work
+from jspark.bench.load import Load, Settings
 from jspark.cli import main
 from jspark.models.drafter import Drafter
 from jspark.weights import random_drafter, untrained_drafter_config
@@ -185,3 +186,28 @@ def test_bench_cpu_beside_transformers(tmp_path):
     assert theirs["tokens_equal"]
     assert len(theirs["ms_per_token_of_repeats"]) == 2
     assert theirs["versions"].keys() == {"python", "torch", "transformers"}
+
+
+def test_bench_serve_refuses_what_contradicts_itself(capsys):
+    for words, why in (
+        ("--concurrency none", "nothing to measure"),
+        ("--concurrency 1,x", "whole numbers"),
+        ("--url http://127.0.0.1:1 --starts", "a server of their own"),
+        ("--prompt-tokens 0-5", "no length or range"),
+        ("--seeded 2", "between 0 and 1"),
+        ("--requests 0", "at least 1"),
+    ):
+        assert why in refusal(capsys, f"bench serve {words}")
+
+
+def test_a_load_is_the_same_every_time_and_has_both_ends():
+    settings = Settings((4,), 100, 0.2, 0.5, prompts=20, prompt_tokens=(1, 300), new_tokens=5, seed=3)
+    load = Load(settings, 50)
+    lengths = [len(prompt) for prompt in load.prompts]
+    assert (min(lengths), max(lengths), len(lengths)) == (1, 300, 20)
+    assert all(0 <= t < 50 for prompt in load.prompts for t in prompt)
+    assert load.prompts == Load(settings, 50).prompts
+    assert 0 < sum("seed" in s for s in load.sampling) < 20
+    leaves = load.leaves(4, 100)
+    assert set(leaves.values()) <= {1, 2, 3}
+    assert 5 < len(leaves) < 40

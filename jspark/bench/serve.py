@@ -247,6 +247,9 @@ def draw(results: report.Record, axes: Axes) -> None:
     if not runs:
         _draw_starts(results["starts"], axes)
         return
+    if len(runs) == 1:
+        _draw_one(results, axes)
+        return
     at = [run["concurrency"] for run in runs]
     axes.plot(at, [run["tokens_per_second"] for run in runs], "o-", color="#2a6f97", label="over HTTP")
     if engine:
@@ -257,6 +260,7 @@ def draw(results: report.Record, axes: Axes) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(at, [str(n) for n in at])
     axes.set_ylim(bottom=0)
+    axes.margins(y=0.1)
     other = axes.twinx()
     waits = [(run["first_token_seconds"] or {}).get("p50", 0) * 1e3 for run in runs]
     other.plot(at, waits, "s--", color="#d1495b", label="first token, median")
@@ -265,6 +269,20 @@ def draw(results: report.Record, axes: Axes) -> None:
     axes.set_title(f"{results['server']['model_path']}: closed loop, {runs[0]['requests']} requests", loc="left")
     lines = [*axes.get_lines(), *other.get_lines()]
     axes.legend(lines, [str(line.get_label()) for line in lines], loc="best", frameon=False)
+
+
+def _draw_one(results: report.Record, axes: Axes) -> None:
+    """Bars of the one run, and of the engine alone."""
+    [run] = results["runs"]
+    arms = {"over HTTP": run}
+    if results["engine_alone"]:
+        [arms["the engine alone"]] = results["engine_alone"]
+    rates = [arm["tokens_per_second"] for arm in arms.values()]
+    axes.barh(list(arms), rates, height=0.5, color=["#2a6f97", "#a9b4c2"][: len(arms)])
+    axes.invert_yaxis()
+    axes.set_xlabel("tokens/s of whole answers")
+    ended = f"{run['whole']} whole, {run['left']} left by their clients, {run['wrong'] + run['failed']} wrong"
+    axes.set_title(f"{results['server']['model_path']}, {run['concurrency']} clients: {ended}", loc="left")
 
 
 def _draw_starts(starts: Any, axes: Axes) -> None:
