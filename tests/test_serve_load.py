@@ -21,7 +21,8 @@ from jspark.bench.load import Settings
 from jspark.bench.serve import measure
 from jspark.bench.server_process import started
 
-SIZES = "--max-running-requests 32 --context-length 128 --page-size 16"
+#: Programs that are compiled in the background would be part of the memory that grows.
+SIZES = "--max-running-requests 32 --context-length 128 --page-size 16 --no-background-compile"
 
 
 @pytest.fixture(scope="module")
