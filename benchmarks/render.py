@@ -30,6 +30,24 @@ def cpu() -> str:
     )
 
 
+def demo() -> str:
+    """The demo on the CPU, question by question."""
+    record = read("cpu/demo.json")
+    r, device = record["results"], record["device"]
+    lines = [
+        f"| `make demo`: {r['model']}, {r['dtype']}, γ {r['block_size']}, {device['cores']} cores of an "
+        f"{device['kind']}, load average {device['load_average']:.0f} | τ | tokens/s | plain | speed-up |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for q in r["questions"]:
+        ours, plain = q["arms"].values()
+        lines.append(
+            f"| {q['question']} | {ours['accept_length']:.2f} | {ours['tokens_per_second']:.1f} | "
+            f"{plain['tokens_per_second']:.1f} | {q['speed_up']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def h200() -> str:
     """Step times on the H200."""
     lines = [
@@ -45,4 +63,4 @@ def h200() -> str:
 
 
 if __name__ == "__main__":
-    print(cpu(), h200(), sep="\n\n")
+    print(cpu(), demo(), h200(), sep="\n\n")

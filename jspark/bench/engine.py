@@ -273,7 +273,7 @@ class _Bench:
         if arm.overlap is not None:
             engine.switch_overlap(arm.overlap)
         # Every arm of a round has the same prompts.
-        first, load = number * len(self._prompts) // 3, replace(load, speculative=arm.drafts)
+        first, load = number * (len(self._prompts) // 3 + 1), replace(load, speculative=arm.drafts)
         for _ in range(_REPEATS):
             t = turn(engine, arm.policy, self._prompts, load, seconds, first_id=first, profile=profile)
             if not t.compiled:

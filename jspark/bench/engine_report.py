@@ -19,19 +19,7 @@ _MAIN = "compact"
 
 def show(results: report.Record) -> None:
     """A table for each cell."""
-    header = (
-        "arm",
-        "tokens/s",
-        "× none",
-        "per request",
-        "τ",
-        "window",
-        "tiers",
-        "utilised",
-        "step ms",
-        "host",
-        "idle",
-    )
+    header = ("arm", "tokens/s", "× none", "each", "τ", "window", "used", "step ms", "host", "idle")
     for cell in results["cells"]:
         rows = []
         for name, arm in cell["arms"].items():
@@ -42,13 +30,12 @@ def show(results: report.Record) -> None:
                     f"{arm['tokens_per_second']:.1f}",
                     f"{arm['over_none']:.2f}",
                     _number(arm["request_tokens_per_second"], ".1f"),
-                    "–" if tau is None else f"{tau['value']:.2f} ({tau['low']:.2f}–{tau['high']:.2f})",
+                    _number(tau and tau["value"], ".2f"),
                     _number(arm["mean_window"], ".2f"),
-                    " ".join(f"{tier}:{n}" for tier, n in arm["tiers"].items()),
-                    _number(arm["utilisation"], ".1%"),
-                    _number(arm["step_ms"], ".2f"),
+                    _number(arm["utilisation"], ".0%"),
+                    _number(arm["step_ms"], ".1f"),
                     f"{arm['host_share']:.1%}",
-                    "–" if device is None else f"{device['idle_share']:.1%}",
+                    _number(device and device["idle_share"], ".1%"),
                 ]
             )
         title = f"concurrency {cell['concurrency']}, temperature {cell['temperature']:g}"
@@ -59,7 +46,7 @@ def show(results: report.Record) -> None:
 
 def _notes(results: report.Record) -> list[str]:
     notes = [
-        "per request: median tokens/s; tiers: packed tokens of a step and how many steps; idle: of the device"
+        "each: tokens/s of a request, median; used: accepted drafts over those of whole blocks; idle: the device"
     ]
     if not results["complete"]:
         notes.append("interrupted, or out of time: not all cells were measured")
@@ -85,7 +72,7 @@ def draw(results: report.Record, figure: Figure) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
         f"{results['model']}, {results['dtype']}, {results['drafter']} drafter, γ {results['block_size']}",
-        x=0,
+        x=0.01,
         ha="left",
     )
 
@@ -103,7 +90,7 @@ def _frontier(cells: list[dict[str, Any]], axes: Any) -> None:
 
 def _kinds(cells: list[dict[str, Any]], axes: Any) -> None:
     at = [str(c["concurrency"]) for c in cells]
-    for kind in cells[0]["arms"][_MAIN]["by_kind"]:
+    for kind in sorted({kind for c in cells for kind in c["arms"][_MAIN]["by_kind"]}):
         own = [c["arms"][_MAIN]["by_kind"].get(kind, {}).get("mean_window") for c in cells]
         axes.plot(at, own, marker="o", markersize=3, label=kind)
     axes.set_xlabel("concurrency")
@@ -124,6 +111,8 @@ def _windows(cells: list[dict[str, Any]], axes: Any) -> None:
     axes.plot(at, committed, "s--", label="tokens committed a step")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("concurrency")
     axes.set_ylabel(f"tokens, {_MAIN}")
     axes.legend(frameon=False, fontsize="x-small")
