@@ -295,7 +295,7 @@ class Engine:
             work.decode,
             slots,
             admissions,
-            drafted,
+            drafted & shape.drafts,
             work.chunks,
             self._planner.temperatures,
             plan.probe,

@@ -21,7 +21,7 @@ from jspark.scheduler import Running, Work
 from jspark.shapes import at_least
 from jspark.step_cost import StepCost
 
-#: Steps of plain decoding after which a block is drafted again, to see whether it would pay.
+#: Steps of plain decoding after which a block is drafted all the same, to see whether it would pay.
 PROBE_EVERY = 64
 
 
@@ -128,6 +128,8 @@ class Planner:
         )
         if not plan.drafts and mode != "static":
             self._undrafted += 1
+            # What the last block was believed to be worth says little of the next one's, elsewhere in the text.
+            self._confidence[slots] = np.nan
             if self._undrafted < PROBE_EVERY:
                 return plan, fewest
             # Without drafts nothing is learnt; a whole block says whether drafting would pay by now.

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from support import arrays, drafter, make_engine, prompts, run, target
 
-from jspark.budget import Threshold
+from jspark.budget import GlobalArgmax, Threshold
 from jspark.calibration import Temperatures
 from jspark.config import EngineConfig
+from jspark.cost import CostTable
 from jspark.record import StepRecord
 from jspark.request import Request, SamplingParams
 
@@ -76,3 +77,17 @@ def test_greedy_and_sampled_requests_have_temperatures_of_their_own():
     windows = {i: np.concatenate([r.window[r.request == i] for r in records]) for i in (0, 1)}
     assert windows[0].max() == 7
     assert windows[1].max() == 0
+
+
+def test_a_doubtful_block_stops_drafting_for_a_step_or_two():
+    """Drafting pays on average here and not where confidence is low: plain steps stay few."""
+    request = Request(0, prompts(NAME)[1], SamplingParams(temperature=1, seed=1, max_tokens=110))
+    table = CostTable({1: 1.1}, {t: 1.0 + 0.02 * t for t in range(1, 9)})
+    sizes = {"token_tiers": (2, 3, 4, 6), "row_buckets": (1, 4)}
+    records, _ = observe([request], policy=GlobalArgmax(table), **sizes)
+    drafted = [int(r.drafted[0]) for r in records if len(r.drafted)][1:]
+    assert set(drafted) == {0, 7}
+    plain = "".join("x" if d else "." for d in drafted)
+    assert max(map(len, plain.split("x"))) <= 3, plain
+    for r in records:
+        assert np.isnan(r.confidence[r.drafted == 0]).all()
