@@ -5,6 +5,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import httpx
 import pytest
@@ -166,7 +167,8 @@ def test_work_ends_with_its_owner():
 @pytest.mark.slow
 def test_a_server_answers_before_its_last_program_is_compiled(goldens):
     folder = str(goldens / "qwen3_tiny")
-    sizes = {"max_running_requests": 2, "page_size": 16, "context_length": 96, "chunked_prefill_size": 32}
+    sizes: dict[str, Any] = {"max_running_requests": 2, "page_size": 16, "context_length": 96}
+    sizes["chunked_prefill_size"] = 32
     llm = LLM(folder, str(goldens / NAME), draft_probe=False, background_compile=True, **sizes)
     request = requests()[0]
     background = llm.engine.programs.background

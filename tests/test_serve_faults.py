@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import openai
@@ -297,7 +298,8 @@ def test_a_dead_engine_is_told_to_all(llm, goldens, capfd, monkeypatch):
 
 
 def test_what_the_pool_never_holds_is_refused_with_the_numbers(llm):
-    small = LLM(llm.target, **SIZES | {"max_total_tokens": 48})
+    sizes: dict[str, Any] = SIZES | {"max_total_tokens": 48}
+    small = LLM(llm.target, **sizes)
     with running(small) as run, client_of(run) as client:
         with pytest.raises(openai.BadRequestError, match="needs 4 KV pages and the pool has 3"):
             client.completions.create(model="model", prompt="a" * 40, max_tokens=20)
