@@ -28,14 +28,24 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 import gc
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
 
 # Tracing makes and drops millions of small objects; looking for cycles among them takes a twentieth of the time.
-gc.set_threshold(100_000, 50, 100)
+gc.set_threshold(20_000, 20, 20)
 
 GOLDENS = Path(__file__).parent / "goldens"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_end_with_their_module():
+    """Every loaded program holds memory maps, of which a process may have 65,530 (Linux's default)."""
+    yield
+    if "support" in sys.modules:
+        sys.modules["support"].forget_programs()
+    gc.collect()
 
 
 def pytest_sessionfinish():

@@ -77,10 +77,17 @@ def make_engine(config: EngineConfig, target, drafter=None, **options) -> Engine
     engine = Engine(config, target, drafter, mesh=mesh(), **options)
     programs, sizes = engine.programs, replace(engine.config, overlap=None, prefix_cache=True)
     models = (id(target[0]), drafter and id(drafter[0]), str(options.get("sts")))
+    if len(_compiled) > 8:
+        _compiled.pop(next(iter(_compiled)))
     # The models are kept, so that their ids stay theirs.
     own = (programs._compiled, programs._proposals, target, drafter)
     programs._compiled, programs._proposals, *_ = _compiled.setdefault((sizes, programs.spec, models), own)
     return engine
+
+
+def forget_programs() -> None:
+    """Engines made from now on compile anew."""
+    _compiled.clear()
 
 
 def run(engine: Engine, requests: list[Request]) -> list[Result]:

@@ -57,6 +57,7 @@ def test_bench_kernels_on_a_cpu(tmp_path, capsys, monkeypatch):
     assert max(soaked["errors"]["xla"]) < soaked["bound"]
 
 
+@pytest.mark.slow
 def test_bench_cpu(tmp_path, capsys):
     output = tmp_path / "new" / "cpu.json"
     words = f"bench cpu --model-path {TINY} --new-tokens 6 --context 9 --repeats 2 --output {output}"

@@ -49,7 +49,7 @@ RULES = pytest.param("compact", "rules", marks=pytest.mark.slow)
         ("compact", "top-k"),
         pytest.param("compact", "all", marks=pytest.mark.slow),
         pytest.param("static", "top-k", marks=pytest.mark.slow),
-        ("cap-accept", "all"),
+        pytest.param("cap-accept", "all", marks=pytest.mark.slow),
         RULES,
     ],
 )

@@ -124,13 +124,13 @@ def check_random_case(seed: int) -> list:
     return excused
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_greedy_and_coupled_equal_plain_decoding(seed, record_property):
     record_property("excused_ties", check_random_case(seed))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4, 64))
+@pytest.mark.parametrize("seed", range(3, 63))
 def test_greedy_and_coupled_equal_plain_decoding_at_length(seed, record_property):
     record_property("excused_ties", check_random_case(seed))
 
@@ -262,7 +262,8 @@ def test_abort_at_any_moment_leaves_the_others_alone(rng):
             check_equals_plain(request, got[request.id], plain(request), [])
 
 
-@pytest.mark.parametrize("name", [DRAFTERS[0], pytest.param(DRAFTERS[-1], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [DRAFTERS[0], DRAFTERS[-1]])
 def test_preempted_and_cached_requests_equal_plain_decoding(name, rng):
     """A pool far too small for its requests, which begin alike: pages are shared, evicted and computed again, and
     penalties go on where they were."""

@@ -26,7 +26,9 @@ def commands() -> list[str]:
     return [line for line in lines if line.startswith("jspark ") and not line.startswith("jspark serve ")]
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, marks=pytest.mark.slow if "--speculative" in c else ()) for c in commands()]
+)
 def test_command(command, tmp_path):
     words = shlex.split(command)
     done = subprocess.run(

@@ -191,6 +191,7 @@ def check_schemas(rng: np.random.Generator, count: int, grammars: Grammars, engi
     assert whole > 2 * count
 
 
+@pytest.mark.slow
 def test_answers_fit_their_random_schemas(grammars, overlapped, rng):
     check_schemas(rng, 8, grammars, overlapped)
 
