@@ -92,6 +92,9 @@ class Programs:
         self.background = Background(self.compile, _problem)
         exact = self._target[0].dtype == jnp.float32
         gpu = mesh.devices.flat[0].platform != "cpu"
+        #: Programs kept at most. One of a CPU takes 160 memory maps or so, of which a process may have 65,530 by
+        #: Linux's default; one more ends it. The oldest go, and come back from the cache on disk.
+        self.most = None if gpu else 256
         # XLA tunes a Triton kernel for every product, minutes a program; cuBLAS has them ready.
         self._options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False} if gpu else {}
         # float32 means float32: without this a GPU multiplies in tf32.
@@ -273,6 +276,8 @@ class Programs:
                 if isinstance(key, ProposeShape):
                     self._proposals[key] = jax.tree.map(self._as_placed, lowered.out_info)
                 self._compiled[key] = compiled
+                while self.most is not None and len(self._compiled) > self.most:
+                    self._compiled.pop(next(iter(self._compiled)))
                 self.report.add(str(key), seconds)
         finally:
             with self._lock:

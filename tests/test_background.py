@@ -4,6 +4,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -33,8 +34,8 @@ CONFIG = EngineConfig(
 )
 
 
-def cold() -> Engine:
-    return Engine(CONFIG, target("qwen3_tiny"), drafter(NAME), mesh=mesh())
+def cold(config: EngineConfig = CONFIG) -> Engine:
+    return Engine(config, target("qwen3_tiny"), drafter(NAME), mesh=mesh())
 
 
 def requests() -> list[Request]:
@@ -103,6 +104,14 @@ def test_without_a_larger_program_a_step_compiles_and_the_thread_goes_on(monkeyp
         check(engine, 1)
     assert first
     assert own == first
+
+
+def test_the_oldest_programs_go_when_there_are_too_many():
+    engine = cold(replace(CONFIG, background_compile=False))
+    engine.programs.most = 3
+    check(engine)
+    assert len(engine.programs._compiled) <= 3
+    assert engine.programs.report.programs > 6
 
 
 def test_a_failure_in_the_background_is_told_once_and_steps_go_on(monkeypatch):
