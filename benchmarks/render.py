@@ -48,6 +48,27 @@ def demo() -> str:
     return "\n".join(lines)
 
 
+def engine() -> str:
+    """Tokens a second of the arms of `jspark bench engine` on the CPU, by concurrency."""
+    record = read("cpu/engine.json")
+    r, device = record["results"], record["device"]
+    names = list(r["cells"][0]["arms"])
+    lines = [
+        f"| tokens/s: {r['model']}, {r['dtype']}, greedy, γ {r['block_size']}, {device['cores']} cores of an "
+        f"{device['kind']} | " + " | ".join(names) + " | τ, mean window of compact |",
+        "| --- " * (len(names) + 2) + "|",
+    ]
+    for cell in r["cells"]:
+        arms, n = cell["arms"], cell["concurrency"]
+        rates = " | ".join(f"{arms[name]['tokens_per_second']:.1f}" for name in names)
+        compact = arms["compact"]
+        lines.append(
+            f"| {n} request{'s' if n > 1 else ''} at a time | {rates} | "
+            f"{compact['accept_length']['value']:.2f}, {compact['mean_window']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def h200() -> str:
     """Step times on the H200."""
     lines = [
@@ -63,4 +84,4 @@ def h200() -> str:
 
 
 if __name__ == "__main__":
-    print(cpu(), demo(), h200(), sep="\n\n")
+    print(cpu(), demo(), engine(), h200(), sep="\n\n")
