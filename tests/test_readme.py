@@ -38,6 +38,7 @@ def test_command(command, tmp_path):
     assert done.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python(code, tmp_path):
     done = subprocess.run(
