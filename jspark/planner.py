@@ -20,6 +20,7 @@ from jspark.results import Flight
 from jspark.scheduler import Running, Work
 from jspark.shapes import at_least
 from jspark.step_cost import StepCost
+from jspark.sts import calibrated
 
 #: Steps of plain decoding after which a block is drafted all the same, to see whether it would pay.
 PROBE_EVERY = 64
@@ -173,8 +174,5 @@ class Planner:
         """[rows, γ]: calibrated confidence; without one, the acceptance of late; NaN before there is any."""
         sampled, logits = self._sampled[slots], self._confidence[slots]
         known = np.isfinite(logits)
-        if self.temperatures is not None:
-            logits = logits / self.temperatures[sampled]
-        # The logistic function, without overflow.
-        confident = 0.5 + 0.5 * np.tanh(0.5 * logits)
+        confident = calibrated(logits, sampled, self.temperatures)
         return confident if known.all() else np.where(known, confident, self.acceptance.conditional(sampled))

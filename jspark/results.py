@@ -16,6 +16,7 @@ from jspark.request import Block, FinishReason, Update
 from jspark.scheduler import Chunk, Running
 from jspark.shapes import VerifyShape
 from jspark.state import PackedPacket
+from jspark.sts import calibrated
 
 
 class Flight(NamedTuple):
@@ -116,7 +117,6 @@ def record(flight: Flight, packet: Any, now: float, block_size: int) -> StepReco
     if packet.confidence.shape[1]:
         confidence[drafted] = packet.confidence[kept][drafted]
     sampled = np.array([r.sampled for r in rows], bool)
-    logits = confidence if flight.temperatures is None else confidence / flight.temperatures[sampled.astype(int)]
     return StepRecord(
         number=flight.number,
         rows=flight.shape.rows,
@@ -134,7 +134,7 @@ def record(flight: Flight, packet: Any, now: float, block_size: int) -> StepReco
         count=packet.count[kept],
         finished=packet.finished[kept] > 0,
         confidence=confidence,
-        survival=np.cumprod(0.5 + 0.5 * np.tanh(0.5 * logits), axis=1),
+        survival=np.cumprod(calibrated(confidence, sampled.astype(int), flight.temperatures), axis=1),
         prompt=np.array([len(r.request.prompt) for r in rows], np.int64),
         arrived=np.array([r.arrived for r in rows], float),
     )

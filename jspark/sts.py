@@ -27,6 +27,17 @@ def conditional(
         return 1.0 / (1.0 + np.exp(-scaled))
 
 
+def calibrated(
+    logits: Float[np.ndarray, "n g"],
+    sampled: Int[np.ndarray, " n"],
+    temperatures: Float[np.ndarray, "2 g"] | None,
+) -> Float[np.ndarray, "n g"]:
+    """`conditional` of rows of both classes (0 greedy, 1 sampled), in the logits' dtype; NaN stays NaN."""
+    scaled = logits if temperatures is None else logits / temperatures[sampled]
+    # The logistic function, without overflow.
+    return 0.5 + 0.5 * np.tanh(0.5 * scaled)
+
+
 def survived(block_accepted: Int[np.ndarray, " n"], block_size: int) -> Bool[np.ndarray, "n g"]:
     """Whether the first k drafted tokens were all accepted, k = 1..γ."""
     return np.asarray(block_accepted)[:, None] > np.arange(block_size)[None]

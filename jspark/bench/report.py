@@ -57,6 +57,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def resident_bytes(process: int | str | None) -> int | None:
+    """Resident bytes of a process, by its number or "self"; None where it cannot be seen."""
+    try:
+        with open(f"/proc/{process}/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None
+
+
 def command_line(words: str, flags: Any) -> str:
     """The command that gives the dataclass `flags`: `words` and every flag that is not at its default."""
 

@@ -147,16 +147,16 @@ class _Watch:
     async def begin(self) -> None:
         """Before the run."""
         self._state, self._looks = await _state(self._client), await _looks(self._client)
-        self._before = _memory(self._process)
+        self._before = report.resident_bytes(self._process)
 
     async def middle(self, half: asyncio.Event) -> None:
         """When half of the requests have been asked for."""
         await half.wait()
-        self._middle = _memory(self._process)
+        self._middle = report.resident_bytes(self._process)
 
     async def end(self, seconds: float, requests: int) -> dict[str, Any]:
         """What the run did to the server."""
-        memory = _memory(self._process)
+        memory = report.resident_bytes(self._process)
         start, end = self._state, await _settled(self._client)
         drafts = end["num_drafts"] - start["num_drafts"]
         accepted = end["num_accepted_tokens"] - start["num_accepted_tokens"]
@@ -230,15 +230,6 @@ def _late(before: tuple[Counts, Counts], after: tuple[Counts, Counts]) -> dict[s
 def _bound(counts: Counts) -> float | None:
     longest = next(bound for bound, count in counts.items() if count == counts[float("inf")])
     return None if longest == float("inf") else longest
-
-
-def _memory(process: int | None) -> int | None:
-    """Resident bytes of a process; None where it cannot be seen."""
-    try:
-        with open(f"/proc/{process}/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return None
 
 
 def draw(results: report.Record, axes: Axes) -> None:

@@ -6,7 +6,6 @@ Does not know: flags (cli_bench_engine.py), speed (engine.py measures that).
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -284,7 +283,7 @@ class _Run:
             Look(
                 time.perf_counter() - self._started,
                 len(self.reasons) + len(self._left),
-                _resident_bytes(),
+                report.resident_bytes("self") or 0,
                 sum(x.nbytes for x in jax.live_arrays()),
                 allocator.in_use,
                 allocator.idle,
@@ -298,14 +297,6 @@ def _growth(looks: Sequence[Look], field: str) -> int | None:
     values = [getattr(look, field) for look in looks]
     fifth = len(values) // 5
     return int(np.median(values[-fifth:]) - np.median(values[:fifth])) if fifth else None
-
-
-def _resident_bytes() -> int:
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 def _compare(
