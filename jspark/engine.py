@@ -24,6 +24,7 @@ from jspark.config import DecoderConfig, DrafterConfig, EngineConfig
 from jspark.cost import CostFigures, CostTable
 from jspark.errors import UserError
 from jspark.intake import SlotTables, check_ids
+from jspark.landing import fetch, fetch_later
 from jspark.mask import Mask, host_mask, mask_size
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
@@ -280,7 +281,7 @@ class Engine:
             shape, self._pools, self._slots, args, proposal, tables, mask
         )
         self._tables.update(tables)
-        packet.words.copy_to_host_async()
+        fetch_later(packet.words)
         for running in work.decode:
             running.in_flight += 1
             running.fresh = False
@@ -317,7 +318,7 @@ class Engine:
         matchers = [r.matcher if r.slot >= 0 else None for r in work.decode]
         drafts: list[list[int]] = [[] for _ in matchers]
         if proposal is not None and any(matchers):
-            tokens = np.asarray(proposal.tokens).tolist()
+            tokens = fetch(proposal.tokens).tolist()
             may = [r.has_features and r.drafts for r in work.decode]
             drafts = [own if drafts else [] for own, drafts in zip(tokens, may, strict=False)]
         width = 1 if proposal is None else proposal.tokens.shape[1] + 1

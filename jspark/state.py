@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from jspark.adjust import RowAdjust
+from jspark.landing import fetch
 from jspark.logprobs import Logprobs
 from jspark.packing import Layout
 from jspark.pallas.ragged_attention import Segments, Tiles
@@ -234,4 +235,4 @@ class PackedPacket:
 
     def host(self) -> Any:
         """The packet with NumPy arrays; waits for them. `finished` is 0 or 1."""
-        return self.layout.view(np.asarray(self.words))
+        return self.layout.view(fetch(self.words))

@@ -126,18 +126,16 @@ def test_an_interrupt_while_starting_is_quiet(target, seconds):
 @pytest.mark.parametrize("end", ["interrupt", "broken pipe"])
 def test_an_interrupted_answer_ends_quietly(target, end):
     flags = ["--token-ids", "57", "--max-new-tokens", "500", "--ignore-eos", "--max-running-requests", "1"]
-    process = command("generate", "--model-path", target, *flags)
-    assert process.stdout
-    assert process.stderr
-    assert process.stdout.read(3)[:2].isdigit()
-    if end == "interrupt":
-        process.send_signal(signal.SIGINT)
-    else:
-        process.stdout.close()
-    code = process.wait(timeout=60)
-    assert (code, process.stderr.read()) == (130 if end == "interrupt" else 141, "")
-    process.stdout.close()
-    process.stderr.close()
+    with command("generate", "--model-path", target, *flags) as process:
+        assert process.stdout
+        assert process.stderr
+        assert process.stdout.read(3)[:2].isdigit()
+        if end == "interrupt":
+            process.send_signal(signal.SIGINT)
+        else:
+            process.stdout.close()
+        code = process.wait(timeout=60)
+        assert (code, process.stderr.read()) == (130 if end == "interrupt" else 141, "")
 
 
 def test_version(capsys):

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jspark.errors import UserError
+from jspark.landing import fetch
 from jspark.loading import Target
 from jspark.train import arms
 from jspark.train.config import TrainConfig
@@ -156,7 +157,7 @@ class Meter:
 
     def read(self, step: int, figures: Mapping[str, Any]) -> dict[str, Any]:
         """Waits for the step's figures and keeps them; what the progress bar shows."""
-        values = {k: np.asarray(v).tolist() for k, v in figures.items()}
+        values = {k: fetch(v).tolist() for k, v in figures.items()}
         now = time.perf_counter()
         line: dict[str, Any] = {"step": step, **values}
         if self._last is not None:

@@ -21,6 +21,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jspark.config import DecoderConfig
+from jspark.landing import fetch, fetch_later
 from jspark.models.decoder import Decoder
 from jspark.models.layers import Rotary
 from jspark.sampling import RowSampling, draft_token, log_probs
@@ -180,13 +181,13 @@ class Writer:
             while books.live:
                 state, out = self._call(state, np.int32(count))
                 for leaf in out:
-                    leaf.copy_to_host_async()
+                    fetch_later(leaf)
                 self.steps += self._writing.steps
                 if flying is not None:
-                    yield books.collect(*(np.asarray(x) for x in flying))
+                    yield books.collect(*(fetch(x) for x in flying))
                 flying = out
         finally:
-            # Not left running when nobody wants more, or at the interpreter's end.
+            # Not left running when nobody wants more.
             jax.block_until_ready(state)
 
     def _initial(self, ids: np.ndarray, next_id: int) -> _Rows:

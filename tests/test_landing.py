@@ -1,0 +1,31 @@
+"""A process may end while a result is on its way to the host: it ends as it says, and never aborts."""
+
+import subprocess
+import sys
+
+import pytest
+
+BUSY = """
+import signal, jax, jax.numpy as jnp
+from jspark.landing import fetch, fetch_later
+
+busy = jax.jit(lambda x: jax.lax.fori_loop(0, 400, lambda i, y: y @ x / 100, x))
+x = jnp.ones((512, 512))
+busy(x).block_until_ready()
+y = busy(x)
+fetch_later(y)
+"""
+INTERRUPTED = """
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.setitimer(signal.ITIMER_REAL, 0.05)
+try:
+    fetch(y)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize(("then", "said"), [("", ""), (INTERRUPTED, "interrupted\n")])
+def test_a_process_ends_quietly_while_a_result_is_under_way(then, said):
+    done = subprocess.run([sys.executable, "-c", BUSY + then], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
