@@ -312,8 +312,7 @@ def test_parts_and_devices_change_rounding_only(tiny, model, text, finished, tmp
 
 def accept_length(tiny, drafter, text):
     """τ of the real engine on prompts of the text, sampled at temperature 1."""
-    sizes = dict(context_length=128, row_buckets=(8,), token_tiers=(48,))
-    llm = LLM(tiny, drafter, draft_probe=False, **sizes)
+    llm = LLM(tiny, drafter, draft_probe=False, context_length=128, row_buckets=(8,), token_tiers=(48,))
     prompts = [c.tokens[: c.spans[0, 0]].tolist() for c in (Text([text])[i] for i in range(16))]
     params = [SamplingParams(temperature=1.0, seed=i, max_tokens=48, ignore_eos=True) for i in range(16)]
     outputs = llm.generate(prompts, [replace(p, speculative_sampling="rejection") for p in params])
