@@ -39,7 +39,6 @@ class Arguments:
         self._chain = spec.drafter is not None and spec.drafter.eagle3 is not None
         self._vocab_size = spec.target.vocab_size
         self._dummy = config.max_running_requests
-        self._admissions = ladder(1, config.max_running_requests)
         most_pages, chunk = scheduler.table.shape[1], config.chunked_prefill_size
         self.tile = min(TILE, chunk)
         # The reference gathers whole tables; a kernel reads only what it needs of one.
@@ -54,21 +53,39 @@ class Arguments:
         """Columns of the page tables of a program whose rows hold up to `tokens` tokens."""
         return at_least(self.page_steps, self._scheduler.allocator.pages_for(tokens))
 
-    # ── new requests ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def admission(self, admitted: Sequence[Running]) -> np.ndarray:
-        """Entries of the slot table for `state.admit`, padded to a power of two with the dummy slot."""
-        entries = np.empty((at_least(self._admissions, len(admitted)), SLOT.size + 1), np.int32)
-        entries[:, 0] = self._dummy
-        words, slots = SLOT.blank(len(entries))
-        for i, running in enumerate(admitted):
-            entries[i, 0] = running.slot
-            self._fill(i, running, slots)
-        entries[:, 1:] = words
-        return entries
+    def wanted(self, work: Work) -> tuple[int, PrefillShape | None]:
+        """The page count that the step's rows look at, and the shape of its prefill rows."""
+        return at_least(self.page_steps, work.pages), self._prefill_shape(work.chunks)
+
+    def step(self, work: Work, shape: VerifyShape, plan: Plan) -> PackedArgs:
+        """Arguments of a step in programs of that shape, which serves it."""
+        decode = len(work.decode)
+        packed = self.blank(shape)
+        words: Any = packed.words
+        args = packed.layout.view(words)
+        args.slot[: len(work.slots)] = work.slots
+        args.decode[:decode] = 1
+        # The slots' state is the host's until the first tokens are on their way.
+        new = [i for i, running in enumerate(work.rows) if running.fresh]
+        if new:
+            args.new[new] = 1
+            slots = SLOT.view(args.entry)
+            for i in new:
+                self._fill(i, work.rows[i], slots)
+        args.budget[()], args.threshold[()] = plan.budget, plan.threshold
+        args.min_window[:decode] = plan.min_window
+        if plan.max_window is not None:
+            args.max_window[:decode] = plan.max_window
+        if work.chunks:
+            assert packed.prefill_layout is not None
+            prefill: Any = packed.prefill
+            self._fill_chunks(packed.prefill_layout.view(prefill), work, shape.verify_tokens)
+        return replace(packed, table=self._scheduler.table[args.slot, : shape.pages])
 
     def _fill(self, i: int, running: Running, values: Any) -> None:
-        """Entry `i`; an idle slot's values are in it, so what is off stays as it is."""
+        """State `i` of the slots; an idle slot's values are in it, so what is off stays as it is."""
         request, params = running.request, running.request.params
         known = len(running.tokens)
         values.anchor[i], values.position[i] = running.tokens[-1], known - 1
@@ -91,50 +108,28 @@ class Arguments:
             a.min_position[i] = len(request.prompt) + params.min_tokens if params.min_tokens else 0
             a.biased[i], a.worded[i] = bool(params.logit_bias or request.bad_words), bool(request.bad_words)
 
-    # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def wanted(self, work: Work) -> tuple[int, PrefillShape | None]:
-        """The page count that the step's rows look at, and the shape of its prefill rows."""
-        return at_least(self.page_steps, work.pages), self._prefill_shape(work.chunks)
-
-    def step(self, work: Work, shape: VerifyShape, plan: Plan) -> PackedArgs:
-        """Arguments of a step in programs of that shape, which serves it."""
-        decode = len(work.decode)
-        packed = self.blank(shape)
-        words: Any = packed.words
-        args = packed.layout.view(words)
-        args.slot[: len(work.slots)] = work.slots
-        args.decode[:decode] = 1
-        args.budget[()], args.threshold[()] = plan.budget, plan.threshold
-        args.min_window[:decode] = plan.min_window
-        if plan.max_window is not None:
-            args.max_window[:decode] = plan.max_window
-        if work.chunks:
-            assert packed.prefill_layout is not None
-            prefill: Any = packed.prefill
-            self._fill_chunks(packed.prefill_layout.view(prefill), work, shape.verify_tokens)
-        return replace(packed, table=self._scheduler.table[args.slot, : shape.pages])
-
     def blank(self, shape: VerifyShape) -> PackedArgs:
         """Arguments of a step that does nothing."""
         layout = self._step_layouts.get(shape.rows)
         if layout is None:
             layout = self._step_layouts[shape.rows] = self._step_layout(shape.rows)
         table: Any = np.zeros((shape.rows, shape.pages), np.int32)
-        words: Any = layout.blank()[0]
+        words: Any = layout.blank()
         if shape.prefill is None:
             return PackedArgs(words, table, None, layout, None)
         key = shape.prefill, shape.rows, shape.verify_tokens, self._chain or shape.prompt_logprobs is not None
         prefill = self._prefill_layouts.get(key)
         if prefill is None:
             prefill = self._prefill_layouts[key] = self._prefill_layout(*key)
-        rows: Any = prefill.blank()[0]
+        rows: Any = prefill.blank()
         return PackedArgs(words, table, rows, layout, prefill)
 
     def _step_layout(self, count: int) -> Layout[StepArgs]:
         fields: dict[str, Any] = {
             "slot": np.full(count, self._dummy, np.int32),
             "decode": np.zeros(count, bool),
+            "new": np.zeros(count, bool),
+            "entry": SLOT.blank(count),
             "budget": np.zeros((), np.int32),
             "threshold": np.zeros((), np.float32),
             "min_window": np.zeros(count, np.int32),
@@ -183,8 +178,7 @@ class Arguments:
     def _fill_chunks(self, prefill: Any, work: Work, verify_tokens: int) -> None:
         chunks: list[Chunk] = work.chunks
         sizes = [c.stop - c.start for c in chunks]
-        row_of = {id(r): i for i, r in enumerate(work.rows)}
-        rows = [row_of[id(c.running)] for c in chunks]
+        rows = [work.rows.index(c.running) for c in chunks]
         ends = np.cumsum(sizes)
         for chunk, r, end in zip(chunks, rows, ends, strict=True):
             where = slice(end - (chunk.stop - chunk.start), end)

@@ -233,14 +233,13 @@ class Engine:
             self._planner.temperatures = table
 
     def _admit(self, admitted: list[Running]) -> None:
-        """Writes new requests into the device's slot table."""
+        """Sees to what new requests need before their first step, which brings their state to the slot table."""
         for running in admitted:
             request = running.request
             if request.grammar and running.matcher is None:
                 running.matcher = request.grammar.matcher()
             self._planner.admit(running)
             self._tables.admit(request, running.tokens[len(request.prompt) :], running.slot)
-        self._slots = self.programs.admit(self._slots, self.arguments.admission(admitted))
 
     def _dispatch(self) -> tuple[Flight | None, list[Update]]:
         """The step that was dispatched, if any, and the results of earlier ones that had to be known for it."""
@@ -259,6 +258,7 @@ class Engine:
             plan, verify_tokens = self._planner.plan(self._step, work, count)
             drafts = plan.drafts
         pages, prefill = self.arguments.wanted(work)
+        special = [r for r in work.decode if r.special]
         wanted = VerifyShape(
             count,
             pages,
@@ -266,9 +266,9 @@ class Engine:
             verify_tokens,
             drafts,
             prefill,
-            logprobs=_most(r.request.params.logprobs for r in work.decode if r.asks_logprobs),
+            logprobs=_most(r.request.params.logprobs for r in special),
             prompt_logprobs=_most(c.running.request.params.prompt_logprobs for c in work.chunks),
-            masked=mask_size(sum(r.matcher is not None for r in work.decode), count),
+            masked=mask_size(sum(r.matcher is not None for r in special), count),
         )
         shape = self.programs.choose(wanted, [c.stop - c.start for c in work.chunks])
         args = self.arguments.step(work, shape, plan)

@@ -10,6 +10,8 @@ a program is slicing.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import jax
@@ -18,41 +20,37 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int
 
+type _Leaf = tuple[slice, tuple[int, ...], np.dtype, Any]
+
 
 class Layout[T]:
     """Where the leaves of a pytree lie in an int32 buffer [n]; in buffers [*, n] each row holds one.
 
-    example: a pytree of arrays of int32, uint32, float32 (kept bit by bit) or bool (0 or 1); its values are what
-    `blank` begins with.
+    example: a dataclass of arrays of int32, uint32, float32 (kept bit by bit) or bool (0 or 1), of other such
+    dataclasses, and of None; its values are what `blank` begins with.
     """
 
     def __init__(self, example: T):
         leaves, self._tree = jax.tree.flatten(example)
-        self._leaves: list[tuple[slice, tuple[int, ...], np.dtype, Any]] = []
+        self._leaves: list[_Leaf] = []
         start = 0
         for leaf in leaves:
             size, dtype = math.prod(leaf.shape), np.dtype(leaf.dtype)
             self._leaves.append((slice(start, start + size), leaf.shape, dtype, _held(dtype)))
             start += size
         self.size = start
+        self._fields = _named(example, iter(self._leaves))
         self._example = np.zeros(start, np.int32)
         for (where, _, _, held), leaf in zip(self._leaves, leaves, strict=True):
             self._example[where].view(held)[:] = np.asarray(leaf).reshape(-1)
 
-    def blank(self, *rows: int) -> tuple[np.ndarray, Any]:
-        """A new buffer with the example's values, and the pytree of NumPy arrays in it (bool as int32)."""
-        words = np.tile(self._example, (*rows, 1)) if rows else self._example.copy()
-        return words, self.view(words)
+    def blank(self, *rows: int) -> np.ndarray:
+        """A new buffer with the example's values."""
+        return np.tile(self._example, (*rows, 1)) if rows else self._example.copy()
 
     def view(self, words: Int[np.ndarray, "*r n"]) -> Any:
-        """The pytree of NumPy arrays that lie in `words` (bool as int32)."""
-        leaves = []
-        for where, shape, _, held in self._leaves:
-            leaf = words[..., where]
-            if held is not np.int32:
-                leaf = leaf.view(held)
-            leaves.append(leaf if len(shape) == 1 else leaf.reshape(words.shape[:-1] + shape))
-        return jax.tree.unflatten(self._tree, leaves)
+        """What lies in `words`, by the names of `T`: NumPy arrays (bool as int32), made when asked for."""
+        return View(words, self._fields)
 
     def unpack(self, words: Int[Array, "*r n"]) -> T:
         """The pytree in `words`, inside a program."""
@@ -69,6 +67,41 @@ class Layout[T]:
             words = leaf.astype(jnp.int32) if dtype.kind == "b" else jax.lax.bitcast_convert_type(leaf, jnp.int32)
             parts.append(words.reshape(*leaf.shape[: leaf.ndim - len(shape)], -1))
         return jnp.concatenate(parts, axis=-1)
+
+
+class View:
+    """The arrays that lie in a buffer, as attributes."""
+
+    def __init__(self, words: np.ndarray, fields: dict[str, Any]):
+        self._words, self._fields = words, fields
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._fields:
+            raise AttributeError(name)
+        field = self._fields[name]
+        if isinstance(field, dict):
+            field = View(self._words, field)
+        elif field is not None:
+            where, shape, _, held = field
+            field = self._words[..., where]
+            if held is not np.int32:
+                field = field.view(held)
+            if len(shape) != 1:
+                field = field.reshape(self._words.shape[:-1] + shape)
+        # Looked up once.
+        setattr(self, name, field)
+        return field
+
+
+def _named(example: Any, leaves: Iterator[_Leaf]) -> dict[str, Any]:
+    """By name of a dataclass's field: a leaf, None, or such a dict; in the order of JAX's leaves."""
+    parts: dict[str, Any] = {}
+    for f in fields(example):
+        if f.metadata.get("static"):
+            continue
+        part = getattr(example, f.name)
+        parts[f.name] = _named(part, leaves) if is_dataclass(part) else None if part is None else next(leaves)
+    return parts
 
 
 def _held(dtype: np.dtype) -> Any:

@@ -91,7 +91,8 @@ class Launches:
     def slots(self, context: int) -> SlotTable:
         """A slot table in the middle of decoding, every row with `context` tokens, its window's included; a verify
         program uses it up."""
-        words, slots = SLOT.blank(self._slots + 1)
+        words = SLOT.blank(self._slots + 1)
+        slots = SLOT.view(words)
         slots.anchor[:] = self._tokens(self._slots + 1)
         slots.position[:], slots.remaining[:] = context - self._spec.block_size - 1, 1 << 20
         slots.live[:] = slots.speculative[:] = 1
@@ -110,6 +111,8 @@ class Launches:
         fields: dict[str, Any] = {
             "slot": self._rng.permutation(self._slots)[:rows].astype(np.int32),
             "decode": np.ones(rows, bool),
+            "new": np.zeros(rows, bool),
+            "entry": SLOT.blank(rows),
             "table": table,
             "budget": np.int32(shape.verify_tokens - rows),
             "threshold": np.float32(0),

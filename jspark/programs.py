@@ -30,7 +30,7 @@ from jspark.models.decoder import Decoder
 from jspark.packing import Layout
 from jspark.propose import Proposal
 from jspark.shapes import ProposeShape, VerifyShape, cheapest
-from jspark.state import PackedArgs, PackedPacket, Packet, SlotTable, admit, packet_layout
+from jspark.state import PackedArgs, PackedPacket, Packet, SlotTable, packet_layout
 from jspark.step import Pools, Spec, propose_step, verify_step
 
 
@@ -164,10 +164,6 @@ class Programs:
 
     # ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def admit(self, slots: SlotTable, entries: np.ndarray) -> SlotTable:
-        """Writes new requests into the slot table (donated)."""
-        return self._call(("admit", len(entries)), admit, (0,), self._replicated, slots, self.send(entries))
-
     def write_row(self, tables: Tables, slot: Array, row: Tables) -> Tables:
         """Writes a new request's entries into the tables (donated)."""
         key = ("row", jax.tree.structure(tables))
@@ -187,9 +183,8 @@ class Programs:
         def run(leaves, vocabulary, pool, slots, words, table, tables):
             drafter = jax.tree.unflatten(self._drafter_tree, leaves)
             view = jax.tree.unflatten(self._vocabulary_tree, vocabulary)
-            slot = args.unpack(words, table, None).slot
-            call = (self.spec, drafter, view, pool, slots, slot, table, tables)
-            return propose_step(*call, sampling=shape.sampling)
+            step = args.unpack(words, table, None)
+            return propose_step(self.spec, drafter, view, pool, slots, step, tables, sampling=shape.sampling)
 
         call = (self._drafter, self._vocabulary, pools.drafter, slots, args.words, args.table, tables)
         return run, (), self._replicated, *call

@@ -210,13 +210,9 @@ class Request:
         return sum(bit << i for i, bit in enumerate(bits))
 
 
-class Block(NamedTuple):
-    """What became of one block: drafted tokens verified that could be committed; of these, accepted; and accepted
-    without the window's cut, where the whole block was verified."""
-
-    window: int
-    accepted: int
-    block_accepted: int
+#: What became of one block: drafted tokens verified that could be committed; of these, accepted; and accepted
+#: without the window's cut, where the whole block was verified.
+type Block = tuple[int, int, int]
 
 
 @dataclass
@@ -254,8 +250,8 @@ class Stats:
     def utilisation(self) -> float | None:
         """Drafted tokens accepted under the windows over those of whole blocks, where these were verified
         (static and cap-accept); None before any was accepted."""
-        whole = sum(block.block_accepted * n for block, n in self.blocks.items())
-        return sum(block.accepted * n for block, n in self.blocks.items()) / whole if whole else None
+        whole = sum(block_accepted * n for (_, _, block_accepted), n in self.blocks.items())
+        return sum(accepted * n for (_, accepted, _), n in self.blocks.items()) / whole if whole else None
 
     def add(self, other: Stats) -> None:
         """Counts another request's figures in."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from jspark.logprobs import Logprobs, told
 from jspark.record import StepRecord
-from jspark.request import Block, FinishReason, Update
+from jspark.request import FinishReason, Update
 from jspark.scheduler import Chunk, Running
 from jspark.shapes import VerifyShape
 from jspark.state import PackedPacket
@@ -49,7 +49,7 @@ def take_in(flight: Flight, packet: Any, now: float, release: Callable[[Running]
     updates = []
     # Lists: an element of an array costs as much as everything else that is done for a row here.
     count_of, finished_of = packet.count.tolist(), packet.finished.tolist()
-    blocks = map(Block, packet.window.tolist(), packet.accepted.tolist(), packet.block_accepted.tolist())
+    blocks = zip(packet.window.tolist(), packet.accepted.tolist(), packet.block_accepted.tolist(), strict=True)
     columns = (count_of, finished_of, packet.tokens.tolist(), blocks)
     rows = zip(flight.rows, flight.admissions, *columns, strict=False)
     for i, (running, admission, count, finished, row, block) in enumerate(rows):
@@ -65,7 +65,7 @@ def take_in(flight: Flight, packet: Any, now: float, release: Callable[[Running]
             stats.prefill_seconds = now - running.admitted
         elif count:
             stats.steps += 1
-            stats.blocks[block] += 1
+            stats.blocks[block] = stats.blocks.get(block, 0) + 1
             stats.decode_seconds = now - running.first_token
         running.tokens += tokens
         reason: FinishReason | None = None

@@ -35,7 +35,7 @@ class Running:
     keys and values are in its pages as far as dispatched; the last token is the anchor, so n tokens have n − 1
     to prefill. in_flight: decode steps dispatched and not collected. matcher: where the answer stands in
     its grammar, which has taken in all collected tokens. most: pages it can need. drafts, sampled, traits,
-    asks_logprobs: of its parameters, looked up once.
+    special (asks for log-probabilities, or has a grammar): of its request, looked up once.
     """
 
     request: Request
@@ -62,7 +62,7 @@ class Running:
     def __post_init__(self) -> None:
         params = self.request.params
         self.drafts, self.sampled, self.traits = params.speculative, params.temperature > 0, self.request.traits
-        self.asks_logprobs = params.logprobs is not None
+        self.special = params.logprobs is not None or self.request.grammar is not None
 
     def holds(self, admission: int) -> bool:
         """Whether the request still has the slot that it got with `admission`."""

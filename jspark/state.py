@@ -89,10 +89,13 @@ class SlotTable:
     words: Int[Array, "s n"]
     carried: Float[Array, "s h"] | None = None
 
-    def take(self, index: Int[Array, " r"]) -> Slots:
-        """The entries of some slots, as rows of a step."""
-        carried = None if self.carried is None else self.carried[index]
-        return replace(SLOT.unpack(self.words[index]), carried=carried)
+    def take(self, args: StepArgs) -> Slots:
+        """The state of a step's rows; `args` brings it where a slot has a new owner."""
+        carried, new = self.carried, args.new[:, None]
+        if carried is not None:
+            carried = jnp.where(new, jnp.zeros((), carried.dtype), carried[args.slot])
+        words = jnp.where(new, args.entry, self.words[args.slot])
+        return replace(SLOT.unpack(words), carried=carried)
 
     def put(self, index: Int[Array, " r"], rows: Slots) -> SlotTable:
         """The table with the entries of some slots replaced."""
@@ -103,14 +106,7 @@ class SlotTable:
 def empty_slots(slots: int, carried: tuple[int, DTypeLike] | None = None) -> SlotTable:
     """`slots` idle slots and the dummy. carried: width and dtype of what a request carries, if anything."""
     hidden = None if carried is None else jnp.zeros((slots + 1, carried[0]), carried[1])
-    return SlotTable(jnp.asarray(SLOT.blank(slots + 1)[0]), hidden)
-
-
-def admit(slots: SlotTable, entries: Int[Array, "a n1"]) -> SlotTable:
-    """The slot table with new requests written; an entry is the slot's number and its words."""
-    index, words = entries[:, 0], entries[:, 1:]
-    carried = None if slots.carried is None else slots.carried.at[index].set(0)
-    return SlotTable(slots.words.at[index].set(words), carried)
+    return SlotTable(jnp.asarray(SLOT.blank(slots + 1)), hidden)
 
 
 @jax.tree_util.register_dataclass
@@ -134,10 +130,15 @@ class Prefill:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepArgs:
-    """What the host decides for a step. decode: the row verifies (a row that only prefills does not)."""
+    """What the host decides for a step. decode: the row verifies (a row that only prefills does not).
+
+    new: the row's slot has another owner now, whose state (a row of the slot table) is in `entry`.
+    """
 
     slot: Int[Array, " r"]
     decode: Bool[Array, " r"]
+    new: Bool[Array, " r"]
+    entry: Int[Array, "r n"]
     table: Int[Array, "r p"]
     budget: Int[Array, ""]
     threshold: Float[Array, ""]
@@ -164,9 +165,9 @@ class PackedArgs:
         """Packs arrays of the host."""
         layout = Layout(replace(args, table=None, prefill=None))  # type: ignore[arg-type]
         if args.prefill is None:
-            return cls(layout.blank()[0], args.table, None, layout)  # type: ignore[arg-type]
+            return cls(layout.blank(), args.table, None, layout)  # type: ignore[arg-type]
         prefill = Layout(args.prefill)
-        return cls(layout.blank()[0], args.table, prefill.blank()[0], layout, prefill)  # type: ignore[arg-type]
+        return cls(layout.blank(), args.table, prefill.blank(), layout, prefill)  # type: ignore[arg-type]
 
     @property
     def arrays(self) -> tuple[Array, Array, Array | None]:

@@ -86,15 +86,14 @@ def propose_step(
     vocabulary: Vocabulary,
     pool: kv.Pool,
     slots: SlotTable,
-    slot: Int[Array, " r"],
-    table: Int[Array, "r p"],
+    args: StepArgs,
     tables: Tables,
     *,
     sampling: Sampling,
 ) -> Proposal:
-    """Drafts a block for every row of the step from the drafter's pool."""
+    """Drafts a block for every row of the step from the drafter's pool; reads no prefill rows of `args`."""
     assert spec.drafter is not None
-    rows = slots.take(slot)
+    rows = slots.take(args)
 
     def as_target(logits: Float[Array, "r v"], drafts: list[Int[Array, " r"]]) -> Float[Array, "r v"]:
         count = logits.shape[0]
@@ -105,7 +104,7 @@ def propose_step(
             rows=rows.adjust,
             stop_ids=rows.stop_ids,
             position=rows.position,
-            slot=slot,
+            slot=args.slot,
             drafts=jnp.stack(drafts, axis=1) if drafts else jnp.zeros((count, 0), jnp.int32),
             tables=tables,
             penalties=sampling.penalties,
@@ -127,7 +126,7 @@ def propose_step(
         pool,
         start,
         rows.position,
-        table,
+        args.table,
         rows.sampling,
         block_size=spec.block_size,
         sampled=sampling.sampled,
@@ -162,7 +161,7 @@ def verify_step(
     if any has. `logprobs`, `prompt_logprobs`: how many of the likeliest tokens come back with each committed
     token, or prompt token of the step; None: no log-probabilities.
     """
-    rows = slots.take(args.slot)
+    rows = slots.take(args)
     active = rows.live & args.decode
     count = args.slot.shape[0]
     if proposal is None:

@@ -88,7 +88,7 @@ class Recorder:
 
     def _hidden(self, pool, slots, args):
         (model, config), (whole, _) = self.drafter, self.target
-        rows = slots.take(args.slot)
+        rows = slots.take(args)
         view = model.vocabulary(whole.vocabulary)
         size = self.engine.block_size
         if isinstance(model, Eagle3):
@@ -104,7 +104,7 @@ class Recorder:
     def propose(self, shape, pools, slots, args, tables):
         proposal = self.programs.propose(shape, pools, slots, args, tables)
         step = args.unpack(*args.arrays)
-        rows = slots.take(step.slot)
+        rows = slots.take(step)
         self.steps.append(
             {
                 "anchor": int(rows.anchor[0]),

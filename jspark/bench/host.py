@@ -164,7 +164,10 @@ class _Counted(PackedPacket):
 
     def host(self) -> Any:
         """The packet."""
-        return replace(super().host(), **self.content)
+        packet = super().host()
+        for name, values in self.content.items():
+            setattr(packet, name, values)
+        return packet
 
 
 def measure(settings: Settings, mesh: Mesh) -> report.Record:
