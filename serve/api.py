@@ -28,6 +28,7 @@ from jspark.errors import UserError
 from jspark.llm import LLM
 from serve.chat import prompt_ids
 from serve.errors import HttpError
+from serve.figures import calibration_fields, cost_fields
 from serve.loop import Call, DeviceLoop, Full, Unavailable
 from serve.metrics import CONTENT_TYPE
 from serve.openapi import describe
@@ -195,6 +196,7 @@ class Api:
                     {
                         "avg_spec_accept_length": speculation.accept_length,
                         "recent_spec_accept_length": speculation.recent_accept_length,
+                        "spec_utilisation": None if config.verify_mode == "compact" else speculation.utilisation,
                         "num_drafts": drafts,
                         "num_draft_tokens": tokens,
                         "num_accepted_tokens": accepted,
@@ -207,6 +209,8 @@ class Api:
                         "cache_asked_tokens": load.cache_asked,
                         "cache_found_tokens": load.cache_found,
                         "steps": load.steps,
+                        "calibration": load.calibration and calibration_fields(load.calibration),
+                        "cost_table": load.cost and cost_fields(load.cost),
                         "event_loop_lag_max_seconds": metrics.lag_max if metrics else 0.0,
                         "cpu_seconds": metrics.cpu_seconds | {"process": time.process_time()} if metrics else {},
                     }

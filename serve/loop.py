@@ -20,16 +20,22 @@ from typing import TYPE_CHECKING, Any, Literal
 from jspark.errors import UserError
 from jspark.request import SamplingParams, Stats, Update
 from jspark.warmup import warm_set
-from serve.metrics import Load, Metrics, Speculation
+from serve.figures import Load, Speculation, Steps
+from serve.metrics import Metrics
 
 if TYPE_CHECKING:
     from jspark.answer import Answer, Delta
+    from jspark.cost import CostFigures
+    from jspark.engine import Engine
     from jspark.llm import LLM
-    from jspark.record import Observer
+    from jspark.online_sts import CalibrationFigures
+    from jspark.record import Observer, StepRecord
 
 State = Literal["loading", "warming", "ready", "stopping", "dead"]
 #: Steps whose updates may wait for the event loop; after that the engine waits.
 _MAX_UNREAD = 16
+#: Seconds between two looks at the engine's figures while it is busy; a look takes longer than the rest of `Load`.
+_FIGURES = 1.0
 
 
 class Unavailable(Exception):
@@ -109,7 +115,7 @@ class DeviceLoop:
         self.state: State = "loading"
         self.problem: BaseException | None = None
         self.load = Load()
-        self.speculation = Speculation()
+        self.speculation, self.steps = Speculation(), Steps()
         self.metrics: Metrics | None = None
         self._open, self._make_metrics, self._changed = load, metrics, changed
         self._max_queued = max_queued
@@ -118,6 +124,9 @@ class DeviceLoop:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._unread = threading.BoundedSemaphore(_MAX_UNREAD)
         self._stop = threading.Event()
+        # The engine's own figures, and when they were asked for.
+        self._figures: tuple[CalibrationFigures | None, CostFigures | None] = None, None
+        self._figures_at = 0.0
         self._asked: set[asyncio.Future] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -254,10 +263,13 @@ class DeviceLoop:
         self._llm, self.metrics = llm, self._make_metrics(llm, self)
         self._enter("warming")
 
+    def _take(self, load: Load) -> None:
+        self.load = load
+
     def _deliver(self, updates: list[Update], load: Load) -> None:
         """A step's news to their answers."""
         self._unread.release()
-        self.load = load
+        self._take(load)
         now = time.perf_counter()
         for update in updates:
             live = self._live.get(update.id)
@@ -313,10 +325,12 @@ class DeviceLoop:
 
     def _run(self) -> None:
         try:
-            llm = self._open(self.speculation.observe)
+            llm = self._open(self._count)
             self._tell(self._loaded, llm)
             warm_up(llm)
             self.speculation.forget()
+            self.steps.forget()
+            self._tell(self._take, self._look(llm.engine, 0))
             # While nobody waits: a full collection looks at every object, of which loading made many.
             gc.collect()
             self._tell(self._enter, "ready")
@@ -332,24 +346,39 @@ class DeviceLoop:
         engine, steps = llm.engine, 0
         while self._obey(wait=engine.idle):
             if engine.idle:
+                # Commands may have left nothing to do, and no step will tell so.
+                self._tell(self._take, self._look(engine, steps))
                 continue
             updates = [u._replace(stats=_copy(u.stats)) for u in engine.step()]
             steps += 1
-            scheduler = engine.scheduler
-            load = Load(
-                running=len(scheduler.running),
-                waiting=len(scheduler.waiting),
-                free=scheduler.allocator.capacity - scheduler.allocator.in_use,
-                pages=scheduler.allocator.capacity,
-                steps=steps,
-                cache_asked=scheduler.cache.stats.asked if scheduler.cache else 0,
-                cache_found=scheduler.cache.stats.found if scheduler.cache else 0,
-                cpu_seconds=time.thread_time(),
-            )
+            load = self._look(engine, steps)
             while not self._unread.acquire(timeout=1):
                 if self._stop.is_set():
                     return
             self._tell(self._deliver, updates, load)
+
+    def _count(self, record: StepRecord) -> None:
+        self.speculation.observe(record)
+        self.steps.observe(record)
+
+    def _look(self, engine: Engine, steps: int) -> Load:
+        """The engine as it is after so many steps."""
+        scheduler, now = engine.scheduler, time.perf_counter()
+        if engine.idle or now - self._figures_at > _FIGURES:
+            self._figures, self._figures_at = (engine.calibration, engine.cost_figures), now
+        calibration, cost = self._figures
+        return Load(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            free=scheduler.allocator.capacity - scheduler.allocator.in_use,
+            pages=scheduler.allocator.capacity,
+            steps=steps,
+            cache_asked=scheduler.cache.stats.asked if scheduler.cache else 0,
+            cache_found=scheduler.cache.stats.found if scheduler.cache else 0,
+            cpu_seconds=time.thread_time(),
+            calibration=calibration,
+            cost=cost,
+        )
 
     def _obey(self, wait: bool) -> bool:
         """Runs the commands that have come, waiting for one if told to; False at the end."""

@@ -5,18 +5,17 @@ Knows: what is counted, and when. Does not know: who asks, or how the figures co
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jspark.record import StepRecord
+from jspark.calibration import CLASSES
 from jspark.request import Update
+from serve.figures import STEP_SECONDS, Load, Speculation, Steps, calibration_errors
 
 if TYPE_CHECKING:
     from jspark.answer import Answer
@@ -25,88 +24,25 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 1)
 _TOKENS = tuple(2**i for i in range(18))
-#: Share of a step in the recent accept length.
-_RECENT = 0.01
-
-
-class Speculation:
-    """Drafts and their fate since the start. The engine's thread counts, others read."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.forget()
-
-    def forget(self) -> None:
-        """Begins anew."""
-        with self._lock:
-            self.drafts = self.draft_tokens = self.accepted = 0
-            self.per_position = np.zeros(0, np.int64)
-            self._recent: float | None = None
-
-    def observe(self, record: StepRecord) -> None:
-        """Counts a step; rows that had nothing to verify, such as those of a first token, are left out."""
-        drafted = record.window > 0
-        rows = int(drafted.sum())
-        if not rows:
-            return
-        accepted = record.accepted[drafted]
-        size = record.confidence.shape[1]
-        with self._lock:
-            if len(self.per_position) < size:
-                self.per_position = np.pad(self.per_position, (0, size - len(self.per_position)))
-            self.per_position[:size] += (accepted[:, None] > np.arange(size)).sum(0)
-            self.drafts += rows
-            self.draft_tokens += int(record.window[drafted].sum())
-            self.accepted += int(accepted.sum())
-            length = 1 + float(accepted.mean())
-            self._recent = length if self._recent is None else self._recent + _RECENT * (length - self._recent)
-
-    @property
-    def accept_length(self) -> float | None:
-        """Tokens a draft brought on average, the target's own one included; None before the first draft."""
-        return 1 + self.accepted / self.drafts if self.drafts else None
-
-    @property
-    def recent_accept_length(self) -> float | None:
-        """The same of the last hundred steps or so."""
-        return self._recent
-
-    def snapshot(self) -> tuple[int, int, int, list[int]]:
-        """Drafts, tokens in them, accepted ones, and these by position."""
-        with self._lock:
-            return self.drafts, self.draft_tokens, self.accepted, self.per_position.tolist()
-
-
-@dataclass(frozen=True)
-class Load:
-    """The engine after a step. pages: of the KV pool; free: of these, or kept only for prompts to come.
-
-    cache_asked, cache_found: tokens that the prefix cache was asked for, and that it held. cpu_seconds: of the
-    engine's thread.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    free: int = 0
-    pages: int = 0
-    steps: int = 0
-    cache_asked: int = 0
-    cache_found: int = 0
-    cpu_seconds: float = 0.0
-
-    @property
-    def usage(self) -> float:
-        """Share of the pages in use."""
-        return 1 - self.free / self.pages if self.pages else 0.0
+#: What a family has, by the values of its labels.
+_Values = Iterable[tuple[tuple[str, ...], float]]
 
 
 class Metrics:
     """A registry of its own, so that several servers can live in one process.
 
-    load: the engine as of now.
+    load: the engine as of now. whole_blocks: whole blocks are verified, whatever their windows.
     """
 
-    def __init__(self, prefix: str, model: str, speculation: Speculation, load: Callable[[], Load]):
+    def __init__(
+        self,
+        prefix: str,
+        model: str,
+        speculation: Speculation,
+        steps: Steps,
+        load: Callable[[], Load],
+        whole_blocks: bool,
+    ):
         self.registry = CollectorRegistry()
         labels = {"model_name": model}
 
@@ -150,7 +86,7 @@ class Metrics:
             cpu.labels(**labels, thread=thread).set_function(lambda name=thread: self.cpu_seconds[name])
         ProcessCollector(registry=self.registry)
         self._labels = labels
-        self.registry.register(_Counts(prefix, model, speculation, load))
+        self.registry.register(_Counts(prefix, model, speculation, steps, load, whole_blocks))
 
     def tokens(self, started: float, seen: float, now: float, update: Update, first: bool) -> None:
         """Tokens of an answer have come. started, seen: arrival, and when the last ones came."""
@@ -193,37 +129,112 @@ class Metrics:
 
 
 class _Counts(Collector):
-    """What the engine's thread counts: drafts and the prefix cache."""
+    """What the engine's thread counts: drafts, steps, the prefix cache; and how well it knows itself."""
 
-    def __init__(self, prefix: str, model: str, speculation: Speculation, load: Callable[[], Load]):
+    def __init__(
+        self,
+        prefix: str,
+        model: str,
+        speculation: Speculation,
+        steps: Steps,
+        load: Callable[[], Load],
+        whole_blocks: bool,
+    ):
         self._prefix, self._model, self._speculation, self._load = prefix, model, speculation, load
+        self._steps, self._whole_blocks = steps, whole_blocks
 
     def collect(self) -> Iterator[Metric]:
+        load = self._load()
+        yield from self._drafts()
+        yield from self._of_steps()
+        yield self._counter("prefix_cache_queries", "Prompt tokens it was asked for.", load.cache_asked)
+        yield self._counter("prefix_cache_hits", "Prompt tokens that it held.", load.cache_found)
+        yield from self._calibration(load)
+        yield from self._cost(load)
+
+    def _drafts(self) -> Iterator[Metric]:
         drafts, tokens, accepted, positions = self._speculation.snapshot()
-        recent, load = self._speculation.recent_accept_length, self._load()
-        for name, text, value in (
-            ("spec_decode_num_drafts", "Blocks of which something was verified.", drafts),
-            ("spec_decode_num_draft_tokens", "Drafted tokens sent to verification.", tokens),
-            ("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", accepted),
-            ("prefix_cache_queries", "Prompt tokens that the prefix cache was asked for.", load.cache_asked),
-            ("prefix_cache_hits", "Prompt tokens that it held.", load.cache_found),
-        ):
-            family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])
-            family.add_metric([self._model], value)
-            yield family
-        family = CounterMetricFamily(
-            f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos",
+        yield self._counter("spec_decode_num_drafts", "Blocks of which something was verified.", drafts)
+        yield self._counter("spec_decode_num_draft_tokens", "Drafted tokens sent to verification.", tokens)
+        yield self._counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", accepted)
+        yield self._counters(
+            "spec_decode_num_accepted_tokens_per_pos",
             "Drafted tokens accepted, by their position in the block.",
-            labels=["model_name", "position"],
+            ("position",),
+            (((str(position),), count) for position, count in enumerate(positions)),
         )
-        for position, count in enumerate(positions):
-            family.add_metric([self._model, str(position)], count)
-        yield family
-        if recent is not None:
-            gauge = GaugeMetricFamily(
-                f"{self._prefix}:spec_accept_length",
-                "Tokens a draft brings lately, the target's own one included; near 1 the drafter is of no use.",
-                labels=["model_name"],
+        if self._whole_blocks:
+            yield self._counter(
+                "spec_decode_num_block_accepted_tokens",
+                "Drafted tokens that would have been accepted without windows; accepted ones over these is "
+                "utilisation.",
+                self._speculation.block_accepted,
             )
-            gauge.add_metric([self._model], recent)
-            yield gauge
+        if (recent := self._speculation.recent_accept_length) is not None:
+            text = "Tokens a draft brings lately, the target's own one included; near 1 the drafter is of no use."
+            yield self._gauge("spec_accept_length", text, recent)
+
+    def _of_steps(self) -> Iterator[Metric]:
+        counts = self._steps.snapshot()
+        yield self._counters(
+            "engine_steps",
+            "Steps by kind (drafted, plain: without a draft, prompt: prompts and first tokens) and verify tier.",
+            ("kind", "verify_tokens"),
+            (((kind, str(tier)), count) for (kind, tier), count in sorted(counts.kinds.items())),
+        )
+        names = [*(str(float(bound)) for bound in STEP_SECONDS), "+Inf"]
+        buckets = list(zip(names, itertools.accumulate(counts.buckets), strict=True))
+        text = "From a step's dispatch to its results; with the rest of the step before it where steps overlap."
+        family = HistogramMetricFamily(f"{self._prefix}:engine_step_seconds", text, labels=["model_name"])
+        family.add_metric([self._model], buckets, counts.seconds)
+        yield family
+
+    def _calibration(self, load: Load) -> Iterator[Metric]:
+        figures = load.calibration
+        if figures is None:
+            return
+        yield self._counter("calibration_refits", "Times that temperatures were replaced.", figures.refits)
+        yield self._counters(
+            "calibration_blocks",
+            "Blocks that counted, by class of request.",
+            ("class",),
+            (((kind,), blocks) for kind, blocks in zip(CLASSES, figures.blocks, strict=True)),
+        )
+        text = "Expected calibration error of the drafter's confidence lately, the mean over positions."
+        errors = calibration_errors(figures).items()
+        yield self._gauges("calibration_error_ratio", text, ("class",), (((k,), error) for k, error in errors))
+
+    def _cost(self, load: Load) -> Iterator[Metric]:
+        figures = load.cost
+        if figures is None:
+            return
+        yield self._counter("cost_compared_steps", "Steps held against the cost table.", figures.steps)
+        if figures.steps:
+            text = "What the cost table said of a step lately, on average."
+            yield self._gauge("cost_predicted_step_seconds", text, figures.predicted)
+            yield self._gauge("cost_measured_step_seconds", "What the same steps took.", figures.measured)
+        yield self._gauges(
+            "cost_correction_ratio",
+            "What steps have made of a tier's verification in the cost table; 1 is as measured.",
+            ("verify_tokens",),
+            (((str(tier),), factor) for tier, factor in sorted(figures.factors.items())),
+        )
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        return self._counters(name, text, (), (((), value),))
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        return self._gauges(name, text, (), (((), value),))
+
+    def _counters(self, name: str, text: str, labels: tuple[str, ...], values: _Values) -> Metric:
+        family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name", *labels])
+        return self._filled(family, values)
+
+    def _gauges(self, name: str, text: str, labels: tuple[str, ...], values: _Values) -> Metric:
+        family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name", *labels])
+        return self._filled(family, values)
+
+    def _filled(self, family: CounterMetricFamily | GaugeMetricFamily, values: _Values) -> Metric:
+        for labels, value in values:
+            family.add_metric([self._model, *labels], value)
+        return family

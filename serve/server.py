@@ -186,7 +186,8 @@ class Server:
 
     def _metrics(self, llm: LLM, engine: DeviceLoop) -> Metrics:
         names = self.flags.metrics_prefix, llm.served_model_name
-        return Metrics(*names, engine.speculation, lambda: engine.load)
+        whole_blocks = llm.engine.block_size > 0 and llm.engine.config.verify_mode != "compact"
+        return Metrics(*names, engine.speculation, engine.steps, lambda: engine.load, whole_blocks)
 
     def _answered(self, path: str, status: int) -> None:
         if self.engine.metrics is not None:
