@@ -1,38 +1,26 @@
 """`jspark profile` and `jspark warmup`: the cost table, and compiled programs, before anybody waits for them.
 
-Knows: flags, progress and records. Does not know: how programs are timed (profile.py) or chosen (warmup.py).
+Knows: flags and records. Does not know: how programs are timed (profile.py) or chosen (warmup.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress
 from tyro.conf import arg
 
 from jspark.errors import UserError
 from jspark.flags import EngineFlags, ModelFlags, SpeculationFlags, open_llm
+from jspark.progress import told
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from jspark.llm import LLM
-    from jspark.profile import Profile, Tell
-
-
-@contextlib.contextmanager
-def told(doing: str) -> Iterator[Tell]:
-    """A bar on a terminal's stderr that shows how far something is."""
-    console = Console(stderr=True)
-    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(doing, total=None)
-        yield lambda done, of, what: bar.update(task, completed=done, total=of, description=f"{doing} {what}")
+    from jspark.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -62,7 +50,7 @@ class ProfileCommand:
         for flags in (self.model, self.speculation, self.engine):
             command = report.command_line(command, flags)
         record = report.describe("profile", command, llm.target.mesh)
-        with told("timing") as tell:
+        with told("measuring the cost table") as tell:
             profile = llm.engine.profile(fresh=True, limit=self.engine.profile_seconds or None, tell=tell)
         record |= profile.to_dict() | {"results": results(llm, profile)}
         if output is not None:
@@ -83,7 +71,7 @@ class Warmup:
         """Compiles them all. What is ready when it is interrupted stays in the cache."""
         from jspark.warmup import warm_set
 
-        with told("timing") as tell:
+        with told("measuring the cost table") as tell:
             llm = open_llm(self.model, self.speculation, self.engine, measure_cost=True, tell=tell)
         engine = llm.engine
         shapes = warm_set(engine)

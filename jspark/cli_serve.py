@@ -29,4 +29,4 @@ class Serve:
 
         more = {"measure_cost": True, "background_compile": self.server.background_compile}
         flags = self.model, self.speculation, self.engine
-        return serve(lambda observer: open_llm(*flags, observer, **more), self.server)
+        return serve(lambda observer, tell: open_llm(*flags, observer, tell=tell, **more), self.server)

@@ -20,6 +20,7 @@ import uvicorn
 from rich.console import Console
 
 from jspark.errors import UserError
+from jspark.progress import told
 from jspark.record import Observer
 from serve.api import Api
 from serve.gate import AccessLog, Gate
@@ -30,6 +31,7 @@ from serve.settings import ServerFlags
 if TYPE_CHECKING:
     from jspark.cost import CostTable
     from jspark.llm import LLM
+    from jspark.profile import Tell
 
 #: Seconds that a server whose engine has failed still answers, so that probes see it.
 FAILED_SECONDS = 3.0
@@ -235,11 +237,20 @@ def _costs(table: CostTable) -> str:
     )
 
 
-def serve(load: Callable[[Observer], LLM], flags: ServerFlags) -> int:
-    """Runs a server in this process, its start-up lines on stderr; the exit code."""
+def serve(load: Callable[[Observer, Tell], LLM], flags: ServerFlags) -> int:
+    """Runs a server in this process, its start-up lines on stderr; the exit code.
+
+    load: makes the model; what it is given observes the steps, and hears how far measuring the cost table is.
+    """
     console = Console(stderr=True, highlight=False)
-    server = Server(load, flags, lambda line: console.print(line, soft_wrap=True, markup=False))
-    code = server.run()
+    # Around it all, so that a process that ends while it measures leaves the terminal as it was.
+    with told("measuring the cost table", console) as tell:
+        server = Server(
+            lambda observer: load(observer, tell),
+            flags,
+            lambda line: console.print(line, soft_wrap=True, markup=False),
+        )
+        code = server.run()
     llm = server.engine.loaded
     if server.engine.alive or (llm is not None and llm.engine.programs.background.busy):
         # It compiles, say: the interpreter would pull the ground from under it.
