@@ -33,8 +33,8 @@ from jspark.planner import Planner
 from jspark.profile import Profile, Tell, tell_nobody
 from jspark.programs import Programs
 from jspark.propose import Proposal
-from jspark.record import Observer
-from jspark.request import LOGPROB_STEPS, Request, Stats, Update
+from jspark.record import Observer, OnAbort
+from jspark.request import LOGPROB_STEPS, FinishReason, Request, Stats, Update
 from jspark.results import Flight, record, take_in
 from jspark.scheduler import Running, Scheduler, Work
 from jspark.shapes import VerifyShape, at_least
@@ -49,7 +49,8 @@ class Engine:
 
     cost: the table for policies that bring none. Without it, one is measured where the policy has `needs_cost`,
     and under `Auto` where `measure_cost` says so; `Auto` also takes one that was kept. tell: see `profile`.
-    observer: called with a `StepRecord` of every collected step, before its results are handed out.
+    observer: called with a `StepRecord` of every collected step, before its results are handed out. on_abort: with
+    what `abort` is asked for.
 
     Raises:
         UserError: a drafter that does not fit the target, or sizes that contradict each other.
@@ -68,6 +69,7 @@ class Engine:
         mesh: Mesh | None = None,
         sts: Temperatures | Sequence[float] | None = None,
         observer: Observer | None = None,
+        on_abort: OnAbort | None = None,
     ):
         self.mesh = mesh or axes.single_device_mesh()
         model, target_config = target
@@ -82,7 +84,7 @@ class Engine:
         )
         self.config = config = sized(config, spec, self.mesh)
         spec = replace(spec, attention=attention(config, spec, self.mesh))
-        self._observer = observer
+        self._observer, self._on_abort = observer, on_abort
         table = None if sts is None else Temperatures.of(sts).table(self.block_size)
         self._calibration = online_calibration(config, spec.drafter, self.block_size, table)
         if self._calibration is not None:
@@ -183,11 +185,16 @@ class Engine:
         limit = self.check(request) if limit is None else limit
         self.scheduler.add(request, limit, time.perf_counter())
 
-    def abort(self, request_id: int) -> None:
-        """Ends a request now, wherever it is; its pages are free at once. Unknown ids are ignored."""
+    def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
+        """Ends a request now, wherever it is; its pages are free at once. Unknown ids are ignored.
+
+        reason: for `on_abort`; stop where its text has come to a stop string, of which the engine knows nothing.
+        """
         if request_id in self.scheduler.running:
             self.totals.add(self.scheduler.running[request_id].stats)
         self.scheduler.drop(request_id)
+        if self._on_abort is not None:
+            self._on_abort(request_id, reason)
 
     @property
     def calibration(self) -> CalibrationFigures | None:

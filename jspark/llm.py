@@ -36,7 +36,7 @@ from jspark.grammar import Grammar, Grammars
 from jspark.loading import Draft, Target, find_drafter, load_drafter, load_target
 from jspark.profile import Tell, tell_nobody
 from jspark.record import Observer, StepRecord
-from jspark.request import Request, SamplingParams
+from jspark.request import FinishReason, Request, SamplingParams
 from jspark.structured import StructuredOutputs
 from jspark.text import TextStream
 from jspark.trace import Header, TraceWriter
@@ -197,6 +197,10 @@ class LLM:
         if self.trace is not None:
             self.trace(record)
 
+    def _aborted(self, request_id: int, reason: FinishReason) -> None:
+        if self.trace is not None:
+            self.trace.end(request_id, reason)
+
     def _trace_header(self) -> Header:
         engine = self.engine
         table = engine.temperatures
@@ -236,6 +240,7 @@ class LLM:
                     mesh=self.target.mesh,
                     sts=self._sts,
                     observer=self._observe if self._observer or self._traces else None,
+                    on_abort=self._aborted if self._traces else None,
                 )
             except (MemoryError, jax.errors.JaxRuntimeError) as e:
                 if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(e):
@@ -462,6 +467,7 @@ class LLM:
             except BaseException:
                 self._engine = None
                 for answer, news in self._live.values():
+                    self._aborted(answer.request.id, "abort")
                     answer.finish_reason = "abort"
                     news[answer.request.id] = answer
                 self._live.clear()
@@ -474,7 +480,7 @@ class LLM:
                 news[update.id] = answer
                 if answer.finish_reason:
                     del self._live[update.id]
-                    engine.abort(update.id)  # a stop string: the engine knows nothing of it
+                    engine.abort(update.id, "stop")  # a stop string: the engine knows nothing of it
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

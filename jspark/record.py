@@ -1,4 +1,4 @@
-"""What an observer of the engine sees of each step: host arrays, one entry a row.
+"""What observers of the engine see: of each step host arrays, one entry a row; and who is ended from outside.
 
 Knows: the record. Does not know: how it is gathered (engine.py), or who reads it (evaluation, traces).
 """
@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
+from jspark.request import FinishReason
 
 
 @dataclass(frozen=True)
@@ -56,3 +58,5 @@ class StepRecord:
 
 #: Called after every collected step, on the thread that steps the engine; what it raises fails the step.
 Observer = Callable[[StepRecord], None]
+#: Called with the id of a request that is ended from outside, maybe an unknown one, and why; by whoever ends it.
+OnAbort = Callable[[int, FinishReason], None]

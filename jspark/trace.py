@@ -7,6 +7,7 @@ observer of one), or what traces are read for.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import json
 import queue
@@ -20,6 +21,7 @@ import numpy as np
 
 from jspark.errors import UserError, warn
 from jspark.record import StepRecord
+from jspark.request import FinishReason
 
 #: Of the file's form.
 VERSION = 1
@@ -55,10 +57,14 @@ class Arrival:
 
 @dataclass(frozen=True)
 class End:
-    """A request that ran to its end. Requests without one were aborted, or the trace ends before."""
+    """The end of a request. output: tokens committed. finish_reason: abort of one that was given up, stop of one
+    whose text came to a stop string; None of one that its own steps ended: a stop token, its limit, its grammar.
+    Requests without an end were there when the trace ended, or their line was lost.
+    """
 
     request: int
     output: int
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ class TraceWriter:
             raise _unwritable(path, e) from None
         self._path, self.lost = path, 0
         self._output: dict[int, int] = {}
-        self._queue: queue.Queue[StepRecord | None] = queue.Queue(buffer)
+        self._queue: queue.Queue[StepRecord | tuple[int, FinishReason] | None] = queue.Queue(buffer)
         self._thread = threading.Thread(target=self._run, name="jspark-trace", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -135,6 +141,12 @@ class TraceWriter:
         except queue.Full:
             self.lost += 1
 
+    def end(self, request: int, reason: FinishReason) -> None:
+        """Takes the end of a request from outside its steps; never waits. Requests that have ended, or have no
+        tokens yet, are no longer or not yet in the trace: nothing is written of them."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait((request, reason))
+
     def close(self) -> None:
         """Writes what is left and ends the file; once is enough."""
         atexit.unregister(self.close)
@@ -145,8 +157,9 @@ class TraceWriter:
 
     def _run(self) -> None:
         try:
-            while (record := self._queue.get()) is not None:
-                for kind, content in self._lines(record):
+            while (item := self._queue.get()) is not None:
+                lines = self._lines(item) if isinstance(item, StepRecord) else self._end(*item)
+                for kind, content in lines:
                     self._write(kind, content)
             if self.lost:
                 self._write("lost", {"steps": self.lost})
@@ -183,7 +196,11 @@ class TraceWriter:
             },
         )
         for request in record.request[record.finished].tolist():
-            yield "end", asdict(End(request, self._output.pop(request)))
+            yield from self._end(request, None)
+
+    def _end(self, request: int, reason: FinishReason | None) -> Iterator[tuple[str, dict[str, Any]]]:
+        if (output := self._output.pop(request, None)) is not None:
+            yield "end", asdict(End(request, output, reason))
 
     def _write(self, kind: str, content: dict[str, Any]) -> None:
         line = json.dumps({"kind": kind, **content}, separators=(",", ":"), allow_nan=False)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from jspark.errors import UserError
-from jspark.request import SamplingParams, Stats, Update
+from jspark.request import FinishReason, SamplingParams, Stats, Update
 from jspark.warmup import warm_set
 from serve.figures import Load, Speculation, Steps
 from serve.metrics import Metrics
@@ -197,7 +197,7 @@ class DeviceLoop:
         call.unfinished.clear()
         self._forget(ids)
 
-    def _forget(self, ids: Sequence[int]) -> None:
+    def _forget(self, ids: Sequence[int], reason: FinishReason = "abort") -> None:
         """Has the engine end these; ids that it does not know are fine."""
         if not ids or self._llm is None:
             return
@@ -205,7 +205,7 @@ class DeviceLoop:
 
         def run() -> None:
             for i in ids:
-                engine.abort(i)
+                engine.abort(i, reason)
 
         self._commands.put(run)
 
@@ -289,7 +289,7 @@ class DeviceLoop:
                 call.unfinished.discard(update.id)
                 self._finished(live, now)
                 if not update.finish_reason:  # a stop string: the engine knows nothing of it
-                    self._forget([update.id])
+                    self._forget([update.id], "stop")
 
     def _observe(self, live: _Live, update: Update, now: float) -> None:
         assert self.metrics is not None

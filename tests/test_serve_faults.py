@@ -58,14 +58,14 @@ def watched_aborts(run, count):
     waited: list[int] = []
     forget, abort = loop._forget, engine.abort
 
-    def ask(ids):
+    def ask(ids, *reason):
         if ids:
             asked.append(count[0])
-        forget(ids)
+        forget(ids, *reason)
 
-    def do(request_id):
+    def do(request_id, reason):
         waited.append(count[0] - asked[-1])
-        abort(request_id)
+        abort(request_id, reason)
 
     loop._forget, engine.abort = ask, do
     try:

@@ -1,15 +1,23 @@
 """Traces: what is written is read back, and sums to the engine's own figures."""
 
+import contextlib
+import json
 import signal
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
+import httpx
 import numpy as np
 import pytest
+from serving import running
 from support import drafter, mesh, prompts, run, target
+from test_llm import EOS, PIECES, SIZES
+from test_serve_faults import slow
+from text_model import text_model
 
-from jspark import trace
+from jspark import LLM, trace
 from jspark.budget import Fixed
 from jspark.config import EngineConfig
 from jspark.engine import Engine
@@ -31,7 +39,8 @@ def traced(path, buffer=trace.BUFFER):
         verify_mode="cap-accept",
         single_shapes=True,
     )
-    engine = Engine(config, target("qwen3_tiny"), drafter(NAME), mesh=mesh(), policy=Fixed(3), observer=writer)
+    hear = {"observer": writer, "on_abort": writer.end}
+    engine = Engine(config, target("qwen3_tiny"), drafter(NAME), mesh=mesh(), policy=Fixed(3), **hear)
     requests = [
         Request(i, prompt[: 20 + i], SamplingParams(temperature=1, seed=i, max_tokens=12 + i))
         for i, prompt in enumerate(prompts(NAME)[:3])
@@ -41,7 +50,10 @@ def traced(path, buffer=trace.BUFFER):
     engine.add(lost)
     while not (updates := engine.step()):
         pass
-    engine.abort(9)
+    # One that has tokens, twice; one that has none; one that has ended; one that nobody knows.
+    engine.add(replace(lost, id=10))
+    for request in (9, 9, 10, 0, 77):
+        engine.abort(request)
     writer.close()
     return requests, results, len(updates[0].tokens), engine
 
@@ -52,7 +64,10 @@ def test_a_trace_says_what_the_engine_says(tmp_path):
     assert found.header == HEADER
     assert found.lost == 0
     assert [a.request for a in found.arrivals] == [0, 1, 2, 9]
-    assert [e.request for e in sorted(found.ends, key=lambda e: e.request)] == [0, 1, 2]
+    ends = {e.request: e for e in found.ends}
+    assert len(ends) == len(found.ends) == 4
+    assert ends[9] == trace.End(9, aborted, "abort")
+    assert {ends[i].finish_reason for i in (0, 1, 2)} == {None}
     assert [s.number for s in found.steps] == list(range(1, len(found.steps) + 1))
     assert all(s > 0 for s in found.seconds)
     assert all(s.context == sum(s.position) for s in found.steps)
@@ -64,7 +79,7 @@ def test_a_trace_says_what_the_engine_says(tmp_path):
         arrival = found.arrivals[request.id]
         assert (arrival.prompt, arrival.sampled) == (len(request.prompt), request.params.temperature > 0)
         assert sum(row[3] for row in own) == len(result.tokens)
-        assert next(e.output for e in found.ends if e.request == request.id) == len(result.tokens)
+        assert ends[request.id].output == len(result.tokens)
         decode = [row for row in own if row[1]]
         assert Counter(row[2] for row in decode) == result.stats.windows == {3: result.stats.steps}
         assert Counter(row[4] for row in decode) == result.stats.accepted
@@ -79,6 +94,57 @@ def test_a_trace_says_what_the_engine_says(tmp_path):
             if survival:
                 assert len(survival) == 7
                 assert np.all(np.diff(survival) <= 0)
+
+
+def test_a_server_and_its_clients_end_requests(goldens, tmp_path):
+    """By the limit, by a stop string, by leaving; then an iterator that is closed, and a step that fails."""
+    model = text_model(goldens / "qwen3_tiny", tmp_path / "model", PIECES, EOS)
+    path, drafter_folder = tmp_path / "t.jsonl", str(goldens / NAME)
+    body = {"prompt": "abc", "temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    with running(lambda o: LLM(str(model), drafter_folder, observer=o, trace_out=path, **SIZES)) as run:
+        llm = run.server.engine.loaded
+        assert llm is not None
+        url = f"{run.address}/v1/completions"
+        whole = httpx.post(url, json=body, timeout=60).json()["choices"][0]["text"]
+        assert httpx.post(url, json=body | {"stop": whole[12:16]}, timeout=60).status_code == 200
+        run.assert_free()
+        with slow(llm), httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as response:
+            next(response.iter_lines())
+        run.assert_free()
+    assert llm.trace is not None
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with contextlib.closing(llm.stream("abc", params)) as pieces:
+        next(pieces)
+    llm.generate("abc", replace(params, stop=whole[12:16]))
+    pieces = llm.stream("abc", params)
+    next(pieces)
+
+    def broken():
+        raise RuntimeError("the device is lost")
+
+    llm.engine.step = broken
+    with pytest.raises(RuntimeError, match="is lost"):
+        list(pieces)
+    llm.trace.close()
+    found = trace.read(path)
+    *warm_up, limit, stopped, left, closed, stopped_here, failed = sorted(found.ends, key=lambda e: e.request)
+    assert {e.finish_reason for e in warm_up} == {None}
+    assert (limit.finish_reason, limit.output) == (None, 40)
+    assert [e.finish_reason for e in (stopped, stopped_here)] == ["stop", "stop"]
+    assert [e.finish_reason for e in (left, closed, failed)] == ["abort"] * 3
+    assert {a.request for a in found.arrivals} == {e.request for e in found.ends}
+    for end in found.ends:
+        rows = ((r, n) for step in found.steps for r, n in zip(step.request, step.count, strict=True))
+        assert end.output == sum(n for request, n in rows if request == end.request) > 0
+    assert max(left.output, closed.output, failed.output) < 40
+
+
+def test_a_trace_of_before_has_ends_without_reasons(tmp_path):
+    traced(tmp_path / "t.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    older = [{k: v for k, v in line.items() if k != "finish_reason"} for line in lines]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in older))
+    assert {e.finish_reason for e in trace.read(tmp_path / "t.jsonl").ends} == {None}
 
 
 def test_what_is_no_trace_is_refused(tmp_path):
