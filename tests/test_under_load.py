@@ -14,7 +14,7 @@ from jspark.record import StepRecord
 from jspark.request import Request, SamplingParams
 
 
-def requests(rng: np.random.Generator, count: int, sampler: str) -> list[Request]:
+def requests(rng: np.random.Generator, count: int, sampler: str, longest: int = 40) -> list[Request]:
     """Greedy and sampled ones by turns, whose prompts begin in one of two ways."""
     beginnings = [(base * 4)[:37] for base in prompts(DRAFTERS[0])[:2]]
     return [
@@ -24,7 +24,7 @@ def requests(rng: np.random.Generator, count: int, sampler: str) -> list[Request
             SamplingParams(
                 temperature=float(i // 2 % 2),
                 seed=i,
-                max_tokens=int(rng.integers(4, 40)),
+                max_tokens=int(rng.integers(4, longest)),
                 speculative_sampling=sampler if i // 2 % 2 else "auto",  # type: ignore[arg-type]
             ),
         )
@@ -49,15 +49,19 @@ def engine(mode: VerifyMode, policy, slots: int, pages: int, **options) -> Engin
     return Engine(config, *models, policy=policy, mesh=mesh(), observer=observer)
 
 
-def check_load(rng: np.random.Generator, mode: VerifyMode, overlap: bool, count: int, slots: int) -> list:
-    """Some requests are there from the start, the others come while these run; one in eight is aborted."""
+def check_load(rng, mode: VerifyMode, overlap: bool, count: int, slots: int, pages: int, page_size: int) -> list:
+    """Some requests are there from the start, the others come while these run; one in eight is aborted.
+
+    pages: fewer than the requests need between them, so that some are preempted.
+    """
     options = {"online_calibration": "on", "probe_share": 0.2, "overlap": overlap}
-    e = engine(mode, Erratic(rng), slots, pages=slots * 3, **options)
-    everything = requests(rng, count, "coupled")
+    options |= {"page_size": page_size, "max_total_tokens": pages * page_size, "chunked_prefill_size": 8 * slots}
+    e = engine(mode, Erratic(rng), slots, pages, **options)
+    everything = requests(rng, count, "coupled", longest=min(16 * slots, 90))
     got: dict[int, list[int]] = {r.id: [] for r in everything}
     waiting, aborted = list(everything), set()
     while waiting or not e.idle:
-        for request in waiting[: slots if len(waiting) == count else int(rng.integers(0, 3))]:
+        for request in waiting[: slots if len(waiting) == count else int(rng.integers(0, max(3, slots // 2)))]:
             e.add(request)
             waiting.remove(request)
         for update in e.step():
@@ -81,14 +85,14 @@ def check_load(rng: np.random.Generator, mode: VerifyMode, overlap: bool, count:
 
 
 def test_mixed_requests_under_load_equal_plain_decoding(rng, record_property):
-    record_property("excused_ties", check_load(rng, "compact", True, count=16, slots=4))
+    record_property("excused_ties", check_load(rng, "compact", True, count=16, slots=4, pages=12, page_size=16))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_64_mixed_requests_under_load_equal_plain_decoding(rng, mode, overlap, record_property):
-    record_property("excused_ties", check_load(rng, mode, overlap, count=128, slots=64))
+    record_property("excused_ties", check_load(rng, mode, overlap, count=128, slots=64, pages=448, page_size=4))
 
 
 @dataclass(frozen=True)
