@@ -98,6 +98,10 @@ class _Live:
     seen: float = field(default_factory=time.perf_counter)
 
 
+class _Unwanted(Exception):
+    """The server ends before its model is there."""
+
+
 class DeviceLoop:
     """The engine's thread, seen from the event loop; every method is called there.
 
@@ -242,6 +246,11 @@ class DeviceLoop:
             self._llm.engine.programs.background.drop()
         self._commands.put(None)
 
+    def go_on(self) -> None:
+        """Ends the thread that asks, while it loads, if nobody wants the model any more."""
+        if self._stop.is_set():
+            raise _Unwanted
+
     def join(self, seconds: float) -> None:
         """Waits for the thread's end."""
         self._thread.join(seconds)
@@ -337,6 +346,8 @@ class DeviceLoop:
             if llm.engine.config.background_compile:
                 llm.engine.programs.background.add(warm_set(llm.engine))
             self._serve(llm)
+        except _Unwanted:
+            return
         except BaseException as e:
             if not isinstance(e, UserError):
                 traceback.print_exc()

@@ -245,8 +245,14 @@ def serve(load: Callable[[Observer, Tell], LLM], flags: ServerFlags) -> int:
     console = Console(stderr=True, highlight=False)
     # Around it all, so that a process that ends while it measures leaves the terminal as it was.
     with told("measuring the cost table", console) as tell:
+
+        def heard(done: int, of: int, what: str) -> None:
+            # Measuring may take minutes, and is asked at each program whether to go on.
+            server.engine.go_on()
+            tell(done, of, what)
+
         server = Server(
-            lambda observer: load(observer, tell),
+            lambda observer: load(observer, heard),
             flags,
             lambda line: console.print(line, soft_wrap=True, markup=False),
         )

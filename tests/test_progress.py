@@ -4,6 +4,7 @@ import io
 import os
 import pty
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -86,3 +87,34 @@ def test_the_server_shows_that_it_measures(goldens, tmp_path):
     assert "up to" not in seen
     assert seen.rindex(SHOW_CURSOR) > seen.rindex(HIDE_CURSOR)
     assert seen.index("measuring the cost table") < seen.index("cost table in ms")
+
+
+def test_measuring_is_given_up_with_the_server(goldens, tmp_path):
+    flags = [
+        "--model-path",
+        goldens / "qwen3_tiny",
+        "--profile-seconds",
+        "600",
+        "--port",
+        "0",
+        "--skip-draft-probe",
+    ]
+    flags += [
+        "--speculative-draft-model-path",
+        goldens / "dspark_qwen3_tiny_vanilla_trained",
+        "--skip-draft-probe",
+    ]
+    env = os.environ | {"JSPARK_CACHE": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "jspark", "serve", *map(str, flags)], stderr=subprocess.PIPE, text=True, env=env
+    ) as process:
+        assert process.stderr
+        for line in process.stderr:
+            if line.startswith("measuring the cost table"):
+                break
+        process.send_signal(signal.SIGINT)
+        # A program may have to be compiled to its end; measuring them all takes minutes.
+        said, code = process.stderr.read(), process.wait(60)
+    assert code == 0
+    assert "Traceback" not in said
+    assert not list(tmp_path.rglob("*.json")), "no table was kept"
