@@ -12,11 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from support import mesh, run
 
-from jspark.pallas.ragged_attention import mosaic, reference
+from jspark import engine, weights
+from jspark.config import DecoderConfig, EngineConfig, RopeConfig
+from jspark.engine import Engine
+from jspark.pallas.ragged_attention import Attention, mosaic, reference
 from jspark.pallas.ragged_attention.mosaic import Config
 from jspark.pallas.ragged_attention.segments import HeadShape, Segments
 from jspark.pallas.ragged_attention.shapes import BARS, EDGES, Case, make
+from jspark.request import Request, SamplingParams
 
 ROUNDING = 3.5e-3  # of one case, relative to float32; bfloat16 outputs and probabilities make about 2.5e-3
 
@@ -158,6 +163,52 @@ def test_interpreted_at_random(name: str, seed: int):
     case, config = INTERPRETED_TOO[name]
     wrong, _ = interpreted(case, config, ctas=1 + seed, seed=seed)
     assert wrong < ROUNDING
+
+
+@pytest.mark.slow
+def test_an_engine_in_the_interpreter(monkeypatch):
+    """Prompts of several chunks, drafts and padding: the engine's own plans and page tables reach the kernel."""
+    config = DecoderConfig(
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=64,
+        rms_norm_eps=1e-6,
+        max_position=1024,
+        rope=RopeConfig(theta=1e4),
+    )
+    draft = weights.untrained_drafter_config(config, block_size=3)
+    model = weights.random_decoder(config, jnp.bfloat16, mesh())
+    drafter = weights.random_drafter(draft, jnp.bfloat16, mesh())
+    engine_config = EngineConfig(
+        max_running_requests=4, context_length=128, chunked_prefill_size=64, dtype="bfloat16", single_shapes=True
+    )
+    rng = np.random.default_rng(0)
+    requests = [
+        Request(i, tuple(rng.integers(500, size=n).tolist()), SamplingParams(temperature=0, max_tokens=6))
+        for i, n in enumerate((1, 17, 70, 33))
+    ]
+
+    def answers() -> list[list[int]]:
+        made = Engine(engine_config, (model, config), (drafter, draft), mesh=mesh())
+        return [result.tokens for result in run(made, requests)]
+
+    without = answers()
+    launches = []
+    attend, make_plan = mosaic.attend, mosaic.make_plan
+
+    def launch(*args, **options):
+        launches.append(args[0].shape)
+        return attend(*args, **options, interpret=plgpu.InterpretGPUParams())
+
+    monkeypatch.setattr(engine, "attention", lambda *_: Attention("mosaic", "mosaic", "xla"))
+    monkeypatch.setattr(mosaic, "attend", launch)
+    monkeypatch.setattr(mosaic, "make_plan", lambda *args, **options: make_plan(*args, **options, ctas=2))
+    assert answers() == without
+    assert len(set(launches)) > 1
 
 
 def units(work: np.ndarray, tiles: np.ndarray, kv_heads: int) -> list[tuple[int, int, int]]:

@@ -7,7 +7,7 @@ The loop, its planning, its arguments and its results are the engine's own, on a
 others end. Only the two programs of a step differ. They are compiled and take and return all that the engine's own
 do (weights, pools, slots, buffers; what is donated comes back in place), so a call costs what a call with these
 arrays costs, and they compute nothing. The tokens that a step would have brought are counted on the host, while
-the clock stands still. Admission runs its own program, a scatter of some rows.
+the clock stands still.
 """
 
 from __future__ import annotations
