@@ -14,6 +14,9 @@ part=${1:?name a part}
 shift
 mkdir -p "$output"
 
+# The tests' own settings take the CPU where nothing is said; without the flag XLA tunes every product for minutes.
+on_gpu="env JAX_PLATFORMS=cuda XLA_FLAGS=--xla_gpu_enable_triton_gemm=false"
+
 run() { # seconds, command…
     limit=$1
     shift
@@ -22,7 +25,7 @@ run() { # seconds, command…
 }
 
 attention() {
-    run 150 python -m pytest -m gpu tests/test_attention_gpu.py tests/test_mosaic.py -q -k "not goldens"
+    run 150 $on_gpu python -m pytest -m gpu tests/test_attention_gpu.py tests/test_mosaic.py -q -k "not goldens"
     run 240 python -m jspark bench kernels --output "$output/kernels.json"
     run 120 python benchmarks/kv_write.py "$output/kv_write.json"
 }
@@ -37,7 +40,7 @@ soak() {
 }
 
 goldens() {
-    run 500 python -m pytest -m "not slow" tests/test_goldens.py tests/test_attention_gpu.py -q -k "golden or runs or tokens"
+    run 500 $on_gpu python -m pytest -m "not slow" tests/test_goldens.py tests/test_attention_gpu.py tests/test_landing.py -q -k "golden or runs or tokens or ends"
 }
 
 drafter() {
