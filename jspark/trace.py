@@ -7,7 +7,6 @@ observer of one), or what traces are read for.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
 import json
 import queue
@@ -129,23 +128,25 @@ class TraceWriter:
             raise _unwritable(path, e) from None
         self._path, self.lost = path, 0
         self._output: dict[int, int] = {}
-        self._queue: queue.Queue[StepRecord | tuple[int, FinishReason] | None] = queue.Queue(buffer)
+        # An interrupt in the middle of a `queue.Queue` leaves it locked for good; this one is a single call of C.
+        self._queue: queue.SimpleQueue[StepRecord | tuple[int, FinishReason] | None] = queue.SimpleQueue()
+        self._buffer = buffer
         self._thread = threading.Thread(target=self._run, name="jspark-trace", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
     def __call__(self, record: StepRecord) -> None:
         """Takes a step's record; never waits."""
-        try:
-            self._queue.put_nowait(record)
-        except queue.Full:
+        if self._queue.qsize() < self._buffer:
+            self._queue.put(record)
+        else:
             self.lost += 1
 
     def end(self, request: int, reason: FinishReason) -> None:
         """Takes the end of a request from outside its steps; never waits. Requests that have ended, or have no
         tokens yet, are no longer or not yet in the trace: nothing is written of them."""
-        with contextlib.suppress(queue.Full):
-            self._queue.put_nowait((request, reason))
+        if self._queue.qsize() < self._buffer:
+            self._queue.put((request, reason))
 
     def close(self) -> None:
         """Writes what is left and ends the file; once is enough."""

@@ -111,7 +111,7 @@ def test_the_oldest_programs_go_when_there_are_too_many():
     engine.programs.most = 3
     check(engine)
     assert len(engine.programs._compiled) <= 3
-    assert engine.programs.report.programs > 6
+    assert engine.programs.report.programs > 3
 
 
 def test_a_failure_in_the_background_is_told_once_and_steps_go_on(monkeypatch):

@@ -186,15 +186,17 @@ except KeyboardInterrupt:
 
 def test_an_interrupt_leaves_whole_lines(tmp_path):
     path = tmp_path / "t.jsonl"
-    process = subprocess.Popen(
-        [sys.executable, "-c", FLOOD, str(path)], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "go\n"
-    while path.stat().st_size < 100_000:
-        pass
-    process.send_signal(signal.SIGINT)
-    handed, _ = process.communicate(timeout=60)
+    words = [sys.executable, "-c", FLOOD, str(path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "go\n"
+        while path.stat().st_size < 100_000:
+            pass
+        process.send_signal(signal.SIGINT)
+        try:
+            handed, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 0
     assert path.read_bytes().endswith(b"\n")
     found = trace.read(path)
