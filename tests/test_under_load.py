@@ -32,13 +32,13 @@ def requests(rng: np.random.Generator, count: int, sampler: str, longest: int = 
     ]
 
 
-def engine(mode: VerifyMode, policy, slots: int, pages: int, **options) -> Engine:
+def engine(mode: VerifyMode, policy, slots: int, pages: int, page_size: int = 16, **options) -> Engine:
     observer = options.pop("observer", None)
     config = EngineConfig(
         max_running_requests=slots,
-        page_size=16,
+        page_size=page_size,
         context_length=128,
-        max_total_tokens=pages * 16,
+        max_total_tokens=pages * page_size,
         chunked_prefill_size=32,
         verify_mode=mode,
         single_shapes=True,
@@ -55,8 +55,7 @@ def check_load(rng, mode: VerifyMode, overlap: bool, count: int, slots: int, pag
     pages: fewer than the requests need between them, so that some are preempted.
     """
     options = {"online_calibration": "on", "probe_share": 0.2, "overlap": overlap}
-    options |= {"page_size": page_size, "max_total_tokens": pages * page_size, "chunked_prefill_size": 8 * slots}
-    e = engine(mode, Erratic(rng), slots, pages, **options)
+    e = engine(mode, Erratic(rng), slots, pages, page_size, chunked_prefill_size=8 * slots, **options)
     everything = requests(rng, count, "coupled", longest=min(16 * slots, 90))
     got: dict[int, list[int]] = {r.id: [] for r in everything}
     waiting, aborted = list(everything), set()
