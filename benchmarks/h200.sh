@@ -9,7 +9,7 @@
 #   benchmarks/h200.sh drafter FOLDER [NAME=PATH …]   calibration of the shipped drafter, then the data sets in
 #                                           FOLDER with it and with others
 set -u
-output=${OUTPUT:-$PWD/benchmarks/h200}
+output=${OUTPUT:-benchmarks/h200}
 part=${1:?name a part}
 shift
 mkdir -p "$output"

@@ -7,7 +7,7 @@
 #   benchmarks/serve_h200.sh starts              one part: starts, starts_8b, sweep
 #   SHAPE=tiny OUTPUT=/tmp/x benchmarks/serve_h200.sh    a rehearsal on a CPU
 set -u
-output=${OUTPUT:-$PWD/benchmarks/h200}
+output=${OUTPUT:-../h200} # as seen from benchmarks/shapes
 shape=${SHAPE:-qwen3-8b}
 if [ "$shape" = tiny ]; then
     served="--model-path tiny --load-format dummy --speculative-draft-model-path untrained --context-length 256"

@@ -54,7 +54,8 @@ def test_a_device_is_busy_where_any_of_its_streams_is(tmp_path):
     events = trace(
         tmp_path,
         (1, 1, 0, 5000),  # the host
-        (2, 9, 100, 900),  # a line that groups kernels
+        (2, 9, 100, 160),  # a line that groups kernels: programs
+        (2, 9, 275, 325),
         (2, 1, 100, 100),
         (2, 2, 150, 100),  # overlaps, and ends later
         (2, 1, 160, 10),
@@ -68,10 +69,15 @@ def test_a_device_is_busy_where_any_of_its_streams_is(tmp_path):
     assert found.busy == pytest.approx(440e-6)
     assert found.gaps == pytest.approx((50e-6, 10e-6))
     assert found.idle_share == pytest.approx(0.12)
+    assert found.between == pytest.approx(15e-6)
+    assert found.between_share == pytest.approx(0.03)
 
 
 def test_a_trace_without_kernels_says_nothing(tmp_path):
     assert device_time(trace(tmp_path, (1, 1, 0, 5000))) is None
+    kernels = device_time(trace(tmp_path, (2, 1, 0, 10), (2, 1, 20, 10)))
+    assert kernels is not None
+    assert (kernels.between, kernels.between_share) == (None, None)
 
 
 def step(collected, request, count, window, prefill=0, accepted=None, position=10, tier=8):

@@ -23,17 +23,24 @@ import numpy as np
 class DeviceTime:
     """Between the begin of a device's first kernel and the end of its last, in seconds.
 
-    gaps: the device's pauses, longest first. idle_share: their sum over span.
+    gaps: the device's pauses, longest first. idle_share: their sum over span. between: the part of it in which no
+    program was under way, None where the trace has no line of programs; the rest lies between a program's kernels.
     """
 
     span: float
     busy: float
     gaps: tuple[float, ...]
+    between: float | None = None
 
     @property
     def idle_share(self) -> float:
         """The share of the span in which nothing ran."""
         return 1 - self.busy / self.span if self.span else 0.0
+
+    @property
+    def between_share(self) -> float | None:
+        """The share of the span in which no program was under way."""
+        return None if self.between is None else self.between / self.span if self.span else 0.0
 
 
 @dataclass
@@ -67,8 +74,8 @@ def device_time(events: list[dict[str, Any]]) -> DeviceTime | None:
     """Busy and idle time of the first device that ran kernels; None without one.
 
     Kernels are the complete events ("X", with `ts` and `dur` in microseconds) on the stream lines of processes
-    named "/device:…". Streams run side by side, so what counts is the union of their events. Lines that only group
-    kernels (modules, steps, source) are left out.
+    named "/device:…". Streams run side by side, so what counts is the union of their events. Of the lines that
+    only group kernels, "XLA Modules" tells which time belongs to no program.
     """
     processes, threads = {}, {}
     for event in events:
@@ -76,20 +83,29 @@ def device_time(events: list[dict[str, Any]]) -> DeviceTime | None:
             processes[event["pid"]] = event["args"]["name"]
         elif event.get("ph") == "M" and event.get("name") == "thread_name":
             threads[event["pid"], event["tid"]] = event["args"]["name"]
-    lines: dict[Any, list[tuple[float, float]]] = {}
+    kernels: dict[Any, list[tuple[float, float]]] = {}
+    programs: dict[Any, list[tuple[float, float]]] = {}
     for event in events:
         if event.get("ph") != "X":
             continue
         pid = event["pid"]
-        device = processes.get(pid, "").startswith("/device:")
-        if device and threads.get((pid, event.get("tid")), "").startswith("Stream"):
-            lines.setdefault(pid, []).append((event["ts"], event["ts"] + event.get("dur", 0.0)))
-    if not lines:
+        if not processes.get(pid, "").startswith("/device:"):
+            continue
+        line = threads.get((pid, event.get("tid")), "")
+        if line.startswith("Stream") or line == "XLA Modules":
+            kind = kernels if line.startswith("Stream") else programs
+            kind.setdefault(pid, []).append((event["ts"], event["ts"] + event.get("dur", 0.0)))
+    if not kernels:
         return None
-    intervals = np.array(sorted(lines[min(lines)]))
-    reached = np.maximum.accumulate(intervals[:, 1])
-    # A pause lies before every event that begins after all earlier ones have ended.
-    pauses = np.maximum(intervals[1:, 0] - reached[:-1], 0.0)
-    span = float(reached[-1] - intervals[0, 0])
+    first = min(kernels)
+    span, pauses = _pauses(kernels[first])
+    between = float(_pauses(programs[first])[1].sum()) * 1e-6 if first in programs else None
     gaps = tuple(sorted((float(p) * 1e-6 for p in pauses if p > 0), reverse=True))
-    return DeviceTime(span * 1e-6, (span - float(pauses.sum())) * 1e-6, gaps)
+    return DeviceTime(span * 1e-6, (span - float(pauses.sum())) * 1e-6, gaps, between)
+
+
+def _pauses(stretches: list[tuple[float, float]]) -> tuple[float, np.ndarray]:
+    """(from the first begin to the last end, time between each stretch's begin and the end of all before it)."""
+    ordered = np.array(sorted(stretches))
+    reached = np.maximum.accumulate(ordered[:, 1])
+    return float(reached[-1] - ordered[0, 0]), np.maximum(ordered[1:, 0] - reached[:-1], 0.0)

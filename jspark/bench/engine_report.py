@@ -19,7 +19,7 @@ _MAIN = "compact"
 
 def show(results: report.Record) -> None:
     """A table for each cell."""
-    header = ("arm", "tokens/s", "× none", "each", "τ", "window", "used", "step ms", "host", "idle")
+    header = ("arm", "tokens/s", "× none", "each", "τ", "window", "used", "step ms", "host", "idle", "between")
     for cell in results["cells"]:
         rows = []
         for name, arm in cell["arms"].items():
@@ -36,6 +36,7 @@ def show(results: report.Record) -> None:
                     _number(arm["step_ms"], ".1f"),
                     f"{arm['host_share']:.1%}",
                     _number(device and device["idle_share"], ".1%"),
+                    _number(device and device["between_programs_share"], ".1%"),
                 ]
             )
         title = f"concurrency {cell['concurrency']}, temperature {cell['temperature']:g}"
@@ -46,7 +47,8 @@ def show(results: report.Record) -> None:
 
 def _notes(results: report.Record) -> list[str]:
     notes = [
-        "each: tokens/s of a request, median; used: accepted drafts over those of whole blocks; idle: the device"
+        "each: tokens/s of a request, median; used: accepted drafts over those of whole blocks; idle: the device, "
+        "and between two programs"
     ]
     if not results["complete"]:
         notes.append("interrupted, or out of time: not all cells were measured")
