@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 from jax.sharding import Mesh
 
 from jspark import kv
@@ -83,6 +84,16 @@ def attention(config: EngineConfig, spec: Spec, mesh: Mesh) -> Attention:
     )
 
 
+def _room(device: jax.Device) -> int:
+    """Bytes that the KV pool may take on its own: half of what is free. UserError where a GPU does not say."""
+    if device.platform == "cpu":
+        return 2**30
+    memory = device.memory_stats()
+    if memory is None:
+        raise UserError("this device does not say how much memory is free; set max_total_tokens, the pool's tokens")
+    return (memory["bytes_limit"] - memory["bytes_in_use"]) // 2
+
+
 def sized(config: EngineConfig, spec: Spec, mesh: Mesh) -> EngineConfig:
     """`config` with everything chosen that was left to us: slots, context, pool, ladders.
 
@@ -104,11 +115,7 @@ def sized(config: EngineConfig, spec: Spec, mesh: Mesh) -> EngineConfig:
     per_token = kv.bytes_per_token(spec.target, config.dtype)
     if spec.drafter is not None:
         per_token += kv.bytes_per_token(spec.drafter.backbone, config.dtype)
-    room = 2**30
-    if gpu:
-        memory = device.memory_stats()
-        room = (memory["bytes_limit"] - memory["bytes_in_use"]) // 2
-    tokens = config.max_total_tokens or min(slots * (context + spec.block_size), room // per_token)
+    tokens = config.max_total_tokens or min(slots * (context + spec.block_size), _room(device) // per_token)
     width = spec.block_size + 1
     # On a GPU a step of one row takes as long as one of eight: fewer programs serve all.
     fewest = slots if config.single_shapes else min(least_tokens(mesh), slots)
