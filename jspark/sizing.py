@@ -90,7 +90,7 @@ def _room(device: jax.Device) -> int:
         return 2**30
     memory = device.memory_stats()
     if memory is None:
-        raise UserError("this device does not say how much memory is free; set max_total_tokens, the pool's tokens")
+        raise UserError("this device does not say how much memory is free; set max_total_tokens")
     return (memory["bytes_limit"] - memory["bytes_in_use"]) // 2
 
 
