@@ -33,6 +33,17 @@ from jspark.shapes import ProposeShape, VerifyShape, cheapest
 from jspark.state import PackedArgs, PackedPacket, Packet, SlotTable, packet_layout
 from jspark.step import Pools, Spec, propose_step, verify_step
 
+_ON_A_GPU: dict[str, Any] = {
+    # XLA tunes a Triton kernel for every product, minutes a program; cuBLAS has them ready.
+    "xla_gpu_enable_triton_gemm": False,
+    # Would join products of the same input by copying their weights in every run; ours are joined already.
+    "xla_gpu_dot_merger_threshold_mb": 0,
+    # A program is one CUDA graph. Its kernels follow one another anyway, and a chain costs the host the least.
+    "xla_gpu_command_buffer_scheduling_mode": "SERIALIZE",
+    # A trace then shows what runs without it.
+    "xla_enable_command_buffers_during_profiling": True,
+}
+
 
 def use_compilation_cache() -> None:
     """Keeps compiled programs on disk between runs; does nothing if the user has chosen a place already.
@@ -95,8 +106,7 @@ class Programs:
         #: Programs kept at most. One of a CPU takes 160 memory maps or so, of which a process may have 65,530 by
         #: Linux's default; one more ends it. The oldest go, and come back from the cache on disk.
         self.most = None if gpu else 256
-        # XLA tunes a Triton kernel for every product, minutes a program; cuBLAS has them ready.
-        self._options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False} if gpu else {}
+        self._options: dict[str, Any] = _ON_A_GPU if gpu else {}
         # float32 means float32: without this a GPU multiplies in tf32.
         self._precision = partial(jax.default_matmul_precision, "highest") if exact else contextlib.nullcontext
 

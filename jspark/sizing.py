@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import jax
 from jax.sharding import Mesh
 
 from jspark import kv
@@ -84,8 +83,9 @@ def attention(config: EngineConfig, spec: Spec, mesh: Mesh) -> Attention:
     )
 
 
-def _room(device: jax.Device) -> int:
+def _room(mesh: Mesh) -> int:
     """Bytes that the KV pool may take on its own: half of what is free. UserError where a GPU does not say."""
+    device = mesh.devices.flat[0]
     if device.platform == "cpu":
         return 2**30
     memory = device.memory_stats()
@@ -115,7 +115,7 @@ def sized(config: EngineConfig, spec: Spec, mesh: Mesh) -> EngineConfig:
     per_token = kv.bytes_per_token(spec.target, config.dtype)
     if spec.drafter is not None:
         per_token += kv.bytes_per_token(spec.drafter.backbone, config.dtype)
-    tokens = config.max_total_tokens or min(slots * (context + spec.block_size), _room(device) // per_token)
+    tokens = config.max_total_tokens or min(slots * (context + spec.block_size), _room(mesh) // per_token)
     width = spec.block_size + 1
     # On a GPU a step of one row takes as long as one of eight: fewer programs serve all.
     fewest = slots if config.single_shapes else min(least_tokens(mesh), slots)

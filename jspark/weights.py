@@ -1,13 +1,14 @@
 """Weights on the devices: checkpoint tensors (or random numbers) into modules, placed once, in one dtype.
 
-Knows: how a module's parameters map to checkpoint names in either layer layout, and where they are placed.
+Knows: how a module's parameters map to checkpoint names in every layout, and where they are placed.
 Does not know: file formats (checkpoint/), or what the modules compute.
 """
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import EllipsisType
 from typing import Protocol
 
 import jax
@@ -19,7 +20,7 @@ from jax.sharding import Mesh
 from jspark import axes
 from jspark.config import DecoderConfig, DrafterConfig, RopeConfig
 from jspark.models.any_drafter import AnyDrafter, build_drafter
-from jspark.models.decoder import Decoder
+from jspark.models.decoder import Decoder, Layout
 
 
 class TensorSource(Protocol):
@@ -30,22 +31,23 @@ class TensorSource(Protocol):
         ...
 
 
-def stacked_layout(mesh: Mesh) -> bool:
-    """GPUs read stacked layers (few arguments), CPUs one array a layer (faster products)."""
-    return mesh.devices.flat[0].platform != "cpu"
+def layout(mesh: Mesh) -> Layout:
+    """GPUs read stacked layers (few arguments) and joined projections (few products); CPUs do neither.
+
+    Joined projections cannot be shared out over the devices of a mesh.
+    """
+    gpu = mesh.devices.flat[0].platform != "cpu"
+    return Layout(stacked=gpu, joined=gpu and mesh.size == 1)
 
 
 def load_decoder(source: TensorSource, config: DecoderConfig, dtype, mesh: Mesh) -> Decoder:
     """A target with its weights on the mesh."""
-    stacked = stacked_layout(mesh)
-    return _load(source, lambda: Decoder(config, dtype, stacked=stacked), config.num_layers, mesh)
+    return _load(source, lambda: Decoder(config, dtype, layout(mesh)), mesh)
 
 
 def load_drafter(source: TensorSource, config: DrafterConfig, dtype, mesh: Mesh, target: Decoder) -> AnyDrafter:
     """A drafter with its weights on the mesh; an embedding or head equal to the target's is shared with it."""
-    stacked = stacked_layout(mesh)
-    layers = config.backbone.num_layers
-    drafter = _load(source, lambda: build_drafter(config, dtype, stacked=stacked), layers, mesh)
+    drafter = _load(source, lambda: build_drafter(config, dtype, layout(mesh)), mesh)
     if drafter.embed is not None and _same(drafter.embed.embedding[...], target.embed.embedding[...]):
         drafter.embed = None
     if drafter.head is not None:
@@ -58,14 +60,12 @@ def load_drafter(source: TensorSource, config: DrafterConfig, dtype, mesh: Mesh,
 
 def random_decoder(config: DecoderConfig, dtype, mesh: Mesh, seed: int = 0) -> Decoder:
     """A target of random weights: for timing shapes whose weights are not at hand."""
-    stacked = stacked_layout(mesh)
-    return _random(lambda: Decoder(config, dtype, stacked=stacked), mesh, seed)
+    return _random(lambda: Decoder(config, dtype, layout(mesh)), mesh, seed)
 
 
 def random_drafter(config: DrafterConfig, dtype, mesh: Mesh, seed: int = 0) -> AnyDrafter:
     """An untrained drafter: about one accepted token a step, and the cost of a real one."""
-    stacked = stacked_layout(mesh)
-    return _random(lambda: build_drafter(config, dtype, stacked=stacked), mesh, seed)
+    return _random(lambda: build_drafter(config, dtype, layout(mesh)), mesh, seed)
 
 
 def untrained_drafter_config(target: DecoderConfig, *, layers: int = 1, block_size: int = 7) -> DrafterConfig:
@@ -100,19 +100,16 @@ def untrained_drafter_config(target: DecoderConfig, *, layers: int = 1, block_si
 
 def drafter_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter that a drafter of this configuration has, under its path in a checkpoint."""
-    module = nnx.eval_shape(lambda: build_drafter(config, jnp.float32, stacked=False))
+    module = nnx.eval_shape(lambda: build_drafter(config, jnp.float32, Layout()))
     return {name: variable.shape for name, variable in _paths(module).items()}
 
 
 def parameters(module: nnx.Module) -> Iterator[tuple[str, jax.Array]]:
-    """(path, array) of every parameter, one a layer in either layout: what loading it reads, the other way."""
+    """(path, array) of every parameter, whatever the layout: what loading it reads, the other way."""
     for name, variable in _paths(module).items():
         value = variable.get_value()
-        if variable.axes and variable.axes[0] == "layers":
-            for i in range(value.shape[0]):
-                yield name.replace("layers.", f"layers.{i}.", 1), value[i]
-        else:
-            yield name, value
+        for piece, index in _pieces(name, variable):
+            yield piece, value if index == _WHOLE else value[index]
 
 
 def _same(ours: jax.Array, theirs: jax.Array) -> bool:
@@ -131,37 +128,50 @@ def _placed[ModuleT: nnx.Module](module: ModuleT, arrays: Iterable[tuple[str, ja
     return module
 
 
-def _load[ModuleT: nnx.Module](
-    source: TensorSource, build: Callable[[], ModuleT], layers: int, mesh: Mesh
-) -> ModuleT:
+#: Where a parameter of the checkpoint lies in one of a module.
+type _Index = tuple[int | slice | EllipsisType, ...]
+_WHOLE: _Index = (...,)
+
+
+def _pieces(name: str, variable: nnx.Variable) -> Iterator[tuple[str, _Index]]:
+    """The checkpoint's names of a parameter's pieces, and where each lies: layers stacked, parts side by side."""
+    parts: list[tuple[str, _Index]] = [(name, _WHOLE)]
+    if variable.parts:
+        *stem, _, leaf = name.split(".")
+        ends = np.cumsum([width for _, width in variable.parts]).tolist()
+        spans = zip(variable.parts, [0, *ends[:-1]], ends, strict=True)
+        parts = [(".".join([*stem, part, leaf]), (..., slice(a, b))) for (part, _), a, b in spans]
+    stacked = bool(variable.axes) and variable.axes[0] == "layers"
+    for part, index in parts:
+        for i in range(variable.shape[0]) if stacked else (None,):
+            if i is None:
+                yield part, index
+            else:
+                yield part.replace("layers.", f"layers.{i}.", 1), (i, *index)
+
+
+def _load[ModuleT: nnx.Module](source: TensorSource, build: Callable[[], ModuleT], mesh: Mesh) -> ModuleT:
     module = nnx.eval_shape(build)
     variables = _paths(module)
-    # A stacked parameter `layers.x` of [L, …] is read as `layers.0.x`, `layers.1.x`, …
-    stacked = {name for name, v in variables.items() if v.axes and v.axes[0] == "layers"}
-    expected: dict[str, tuple[int, ...]] = {}
-    for name, variable in variables.items():
-        if name in stacked:
-            for i in range(layers):
-                expected[name.replace("layers.", f"layers.{i}.", 1)] = variable.shape[1:]
-        else:
-            expected[name] = variable.shape
+    places = {piece: (name, index) for name, v in variables.items() for piece, index in _pieces(name, v)}
+    missing = Counter(name for name, _ in places.values())
+    # An array of one number stands for each parameter: only shapes are asked of it.
+    shapes = {name: np.broadcast_to(0, v.shape) for name, v in variables.items()}
+    expected = {piece: shapes[name][index].shape for piece, (name, index) in places.items()}
     buffers: dict[str, np.ndarray] = {}
-    missing = dict.fromkeys(stacked, layers)
 
     def arrays() -> Iterator[tuple[str, jax.Array]]:
-        for name, value in source.parameters(expected):
-            match = re.match(r"layers\.(\d+)\.(.*)", name)
-            whole = f"layers.{match[2]}" if match else name
-            if match and whole in stacked:
-                variable = variables[whole]
-                if whole not in buffers:
-                    buffers[whole] = np.empty(variable.shape, variable.dtype)
-                buffers[whole][int(match[1])] = value
-                missing[whole] -= 1
-                if missing[whole]:
-                    continue
-                name, value = whole, buffers.pop(whole)
+        for piece, value in source.parameters(expected):
+            name, index = places[piece]
             variable = variables[name]
+            if index != _WHOLE:
+                if name not in buffers:
+                    buffers[name] = np.empty(variable.shape, variable.dtype)
+                buffers[name][index] = value
+                missing[name] -= 1
+                if missing[name]:
+                    continue
+                value = buffers.pop(name)
             placement = axes.sharding(mesh, variable.axes, variable.shape)
             # Writable, so no view of the mapped file, which an array on the CPU would keep open.
             owned = np.require(value, variable.dtype, ["C_CONTIGUOUS", "WRITEABLE"])

@@ -16,6 +16,7 @@ from jspark.batch import pack
 from jspark.checkpoint import open_drafter, open_target
 from jspark.config import EngineConfig
 from jspark.engine import Engine
+from jspark.models.decoder import Layout
 from jspark.request import Request, SamplingParams, Stats, TokenLogprob
 from jspark.sampling import RowSampling, coupled_gumbel, log_probs
 from jspark.verify import forward
@@ -31,6 +32,10 @@ exact = jax.default_matmul_precision("highest")
 @cache
 def mesh():
     return axes.single_device_mesh()
+
+
+#: How weights may lie: as on a CPU, on several GPUs, on one, and the fourth for completeness.
+LAYOUTS = [Layout(stacked, joined) for stacked in (False, True) for joined in (False, True)]
 
 
 @cache

@@ -11,7 +11,7 @@ import numpy as np
 import parameter_shapes
 import pytest
 from safetensors.numpy import load_file, save_file
-from support import drafter, mesh
+from support import LAYOUTS, drafter, mesh
 
 from jspark.checkpoint import open_drafter
 from jspark.checkpoint.export import export_drafter
@@ -59,10 +59,10 @@ def test_a_drafter_comes_back_bit_for_bit(goldens, tmp_path, name):
     }
 
 
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", ["dspark_qwen3_tiny_rnn", "dflash_qwen3_tiny"])
-def test_a_drafter_on_devices_is_written_from_either_layout(tmp_path, monkeypatch, name, stacked):
-    monkeypatch.setattr("jspark.weights.stacked_layout", lambda mesh: stacked)
+def test_a_drafter_on_devices_is_written_from_every_layout(tmp_path, monkeypatch, name, layout):
+    monkeypatch.setattr("jspark.weights.layout", lambda mesh: layout)
     _, config = drafter(name)
     model = random_drafter(config, jnp.float32, mesh(), 1)
     export_drafter((model, config), tmp_path / "out")
@@ -70,9 +70,15 @@ def test_a_drafter_on_devices_is_written_from_either_layout(tmp_path, monkeypatc
     assert again.config == config
     arrays = load(again)
     assert isinstance(model, Drafter)
-    blocks = model.layers.blocks
-    q = blocks.attn.q.kernel[...][1] if stacked else blocks[1].attn.q.kernel[...]  # type: ignore[index,union-attr]
-    np.testing.assert_array_equal(arrays["layers.1.attn.q.kernel"], q)
+    attn = model.layers.layer(1).attn
+    assert attn.q is not None
+    if attn.kv is None:
+        assert attn.v is not None
+        values = attn.v.kernel[...]
+    else:
+        values = attn.kv.kernel[...][:, attn.kv.widths[0] :]
+    np.testing.assert_array_equal(arrays["layers.1.attn.q.kernel"], attn.q.kernel[...])
+    np.testing.assert_array_equal(arrays["layers.1.attn.v.kernel"], values)
     np.testing.assert_array_equal(arrays["fc.kernel"], model.fc.kernel[...])
 
 

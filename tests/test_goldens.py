@@ -4,11 +4,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import GOLDENS, Result, arrays, drafter, exact, full_logits, make_engine, mesh, prompts, run, target
+from support import (
+    GOLDENS,
+    LAYOUTS,
+    Result,
+    arrays,
+    drafter,
+    exact,
+    full_logits,
+    make_engine,
+    mesh,
+    prompts,
+    run,
+    target,
+)
 
 from jspark import kv
 from jspark.batch import pack
 from jspark.budget import Full, Threshold
+from jspark.checkpoint import open_drafter
 from jspark.config import EngineConfig
 from jspark.eagle import chain_step
 from jspark.engine import Engine
@@ -16,6 +30,7 @@ from jspark.models.eagle3 import Eagle3
 from jspark.propose import block_hidden
 from jspark.request import Request, SamplingParams
 from jspark.verify import forward
+from jspark.weights import load_drafter
 
 TARGETS = ["qwen3_tiny", "qwen3_tiny_tied", "llama_tiny"]
 DSPARK = sorted(p.name for p in GOLDENS.glob("dspark_*") if p.name != "dspark_loss")
@@ -69,6 +84,27 @@ def test_target_greedy_tokens(name):
         assert result.tokens == outputs[f"greedy_{i}"].tolist()
         logits = full_logits(prompts(name)[i] + tuple(result.tokens[:-1]), name)
         check_close(logits[-1], outputs[f"greedy_last_logits_{i}"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_of_the_weights(layout, monkeypatch):
+    """Target and drafter in the layouts of CPUs and GPUs: the reference's logits and its speculative tokens."""
+    monkeypatch.setattr("jspark.weights.layout", lambda mesh: layout)
+    loaded, name = target.__wrapped__("qwen3_tiny"), "dspark_qwen3_tiny_gated_trained"
+    checkpoint = open_drafter(str(GOLDENS / name))
+    model = load_drafter(checkpoint, checkpoint.config, jnp.float32, mesh(), loaded[0])
+    config = EngineConfig(max_running_requests=1, page_size=16, context_length=128, chunked_prefill_size=16)
+    engine = make_engine(config, loaded, (model, checkpoint.config))
+    _, outputs = arrays(name)
+    for i, prompt in enumerate(prompts(name)[:2]):
+        want = outputs[f"p{i}_output_ids"][len(prompt) :].tolist()
+        lengths = outputs[f"p{i}_acceptance_lengths"]
+        greedy = SamplingParams(temperature=0, max_tokens=len(want))
+        result = run(engine, [Request(0, prompt, greedy)])[0]
+        assert result.tokens == want
+        assert result.stats is not None
+        # The first token comes from the prompt.
+        assert result.stats.steps == np.searchsorted(1 + np.cumsum(lengths), len(want)) + 1
 
 
 class Recorder:

@@ -154,7 +154,7 @@ def propose_pass(
 
 def inject_pass(drafter: Drafter, *, tokens: int) -> Work:
     """Features of `tokens` tokens → keys and values of every draft layer."""
-    wanted = (".attn.k.", ".attn.v.", ".attn.k_norm.")
+    wanted = (".attn.k.", ".attn.v.", ".attn.kv.", ".attn.k_norm.")
     parameters = _parameters(drafter)
     return _linear(
         [

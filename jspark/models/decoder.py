@@ -1,11 +1,14 @@
 """The target: a dense decoder of the Llama and Qwen3 kind, defined by its config alone.
 
-Knows: its layers, in either of two layouts behind `layer(i)`: one set of arrays a layer (fastest on CPUs) or
-stacked `[L, …]` arrays read by static slices (few arguments, fastest on GPUs).
+Knows: its layers, in several layouts behind `layer(i)`: one set of arrays a layer (fastest on CPUs) or stacked
+`[L, …]` arrays read by static slices (few arguments, fastest on GPUs); projections of the same input apart, or
+joined.
 Does not know: caches, batches or attention; verify.py runs the layers.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import jax
 from flax import nnx
@@ -14,14 +17,24 @@ from jspark.config import DecoderConfig
 from jspark.models.layers import Block, Embed, Head, Make, RMSNorm, Vocabulary
 
 
-class LayerStack(nnx.Module):
-    """The layers of a model behind one accessor, whatever their layout."""
+@dataclass(frozen=True)
+class Layout:
+    """How weights lie on the devices: layers stacked or apart, projections of the same input joined or apart."""
 
-    def __init__(self, make: Make, config: DecoderConfig, *, stacked: bool):
-        if stacked:
-            self.blocks = Block(Make(make.dtype, config.num_layers), config)
+    stacked: bool = False
+    joined: bool = False
+
+
+class LayerStack(nnx.Module):
+    """The layers of a model behind one accessor, whatever their layout. together: as of Attention."""
+
+    def __init__(self, dtype, config: DecoderConfig, layout: Layout, *, together: bool = False):
+        count = config.num_layers
+        if layout.stacked:
+            self.blocks = Block(Make(dtype, count, layout.joined), config, together=together)
         else:
-            self.blocks = nnx.List([Block(make, config) for _ in range(config.num_layers)])
+            make = Make(dtype, joined=layout.joined)
+            self.blocks = nnx.List([Block(make, config, together=together) for _ in range(count)])
 
     def layer(self, i: int) -> Block:
         """Layer i."""
@@ -33,10 +46,10 @@ class LayerStack(nnx.Module):
 class Decoder(nnx.Module):
     """Embedding, layers, final norm and output projection."""
 
-    def __init__(self, config: DecoderConfig, dtype, *, stacked: bool):
+    def __init__(self, config: DecoderConfig, dtype, layout: Layout):
         make = Make(dtype)
         self.embed = Embed(make, config.vocab_size, config.hidden_size)
-        self.layers = LayerStack(make, config, stacked=stacked)
+        self.layers = LayerStack(dtype, config, layout, together=True)
         self.norm = RMSNorm(make, config.hidden_size, config.rms_norm_eps)
         self.head = None if config.tie_embeddings else Head(make, config.hidden_size, config.vocab_size)
 

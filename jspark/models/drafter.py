@@ -11,7 +11,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jspark.config import DrafterConfig
-from jspark.models.decoder import LayerStack
+from jspark.models.decoder import LayerStack, Layout
 from jspark.models.heads import ConfidenceHead, MarkovHead
 from jspark.models.layers import Embed, Head, Linear, Make, RMSNorm, Vocabulary
 
@@ -19,12 +19,12 @@ from jspark.models.layers import Embed, Head, Linear, Make, RMSNorm, Vocabulary
 class Drafter(nnx.Module):
     """Features → context; anchor and mask rows → hidden rows; heads on top."""
 
-    def __init__(self, config: DrafterConfig, dtype, *, stacked: bool):
+    def __init__(self, config: DrafterConfig, dtype, layout: Layout):
         b, make = config.backbone, Make(dtype)
         h = b.hidden_size
         self.fc = Linear(make, (len(config.target_layer_ids) * h, h), (None, None))
         self.hidden_norm = RMSNorm(make, h, b.rms_norm_eps)
-        self.layers = LayerStack(make, b, stacked=stacked)
+        self.layers = LayerStack(dtype, b, layout)
         self.norm = RMSNorm(make, h, b.rms_norm_eps)
         self.embed = Embed(make, b.vocab_size, h) if config.own_embedding else None
         self.head = Head(make, h, b.vocab_size) if config.own_head else None

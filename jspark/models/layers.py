@@ -23,16 +23,24 @@ from jspark.config import DecoderConfig, RopeConfig
 
 @dataclass(frozen=True)
 class Make:
-    """Declares parameters: a dtype, and how many layers are stacked along a leading axis (0: not stacked)."""
+    """Declares parameters: a dtype, how many layers are stacked along a leading axis (0: not stacked), and whether
+    projections of the same input are one array.
+    """
 
     dtype: jnp.dtype
     stack: int = 0
+    joined: bool = False
 
-    def __call__(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
-        """A parameter of `shape` whose dimensions carry the logical names `axes`."""
+    def __call__(
+        self, shape: tuple[int, ...], axes: tuple[str | None, ...], parts: tuple[tuple[str, int], ...] = ()
+    ) -> nnx.Param:
+        """A parameter of `shape` whose dimensions carry the logical names `axes`.
+
+        parts: names and widths of what lies side by side in the last dimension.
+        """
         if self.stack:
             shape, axes = (self.stack, *shape), ("layers", *axes)
-        return nnx.Param(jnp.zeros(shape, self.dtype), axes=axes)
+        return nnx.Param(jnp.zeros(shape, self.dtype), axes=axes, parts=parts)
 
 
 class Linear(nnx.Module):
@@ -46,6 +54,25 @@ class Linear(nnx.Module):
         """Projects the last dimension."""
         y = x @ self.kernel[...]
         return y if self.bias is None else y + self.bias[...].reshape((1,) * (y.ndim - 1) + (-1,))
+
+
+class Joined(nnx.Module):
+    """Several projections of the same input as one product.
+
+    A GPU is faster with it, and XLA's own way of joining products copies their weights in every run.
+    """
+
+    def __init__(self, make: Make, inputs: int, *parts: tuple[str, int], bias: bool):
+        self.widths = tuple(width for _, width in parts)
+        self.kernel = make((inputs, sum(self.widths)), (None, None), parts)
+        self.bias = make((sum(self.widths),), (None,), parts) if bias else None
+
+    def __call__(self, x: Float[Array, "*b i"]) -> list[Float[Array, "*b o"]]:
+        """The result of each part."""
+        y = x @ self.kernel[...]
+        if self.bias is not None:
+            y = y + self.bias[...].reshape((1,) * (y.ndim - 1) + (-1,))
+        return jnp.split(y, np.cumsum(self.widths)[:-1].tolist(), axis=-1)
 
 
 class RMSNorm(nnx.Module):
@@ -172,31 +199,59 @@ def _yarn(rope: RopeConfig, base: np.ndarray, head_dim: int, original: int) -> t
 
 
 class Attention(nnx.Module):
-    """Projections, per-head norms and rotary embedding of grouped-query attention."""
+    """Projections, per-head norms and rotary embedding of grouped-query attention.
 
-    def __init__(self, make: Make, config: DecoderConfig, inputs: int | None = None):
-        c, d = config, config.head_dim
-        h = inputs or c.hidden_size
-        self.q = Linear(make, (h, c.num_heads * d), (None, "heads"), bias=c.qkv_bias)
-        self.k = Linear(make, (h, c.num_kv_heads * d), (None, "kv_heads"), bias=c.qkv_bias)
-        self.v = Linear(make, (h, c.num_kv_heads * d), (None, "kv_heads"), bias=c.qkv_bias)
-        self.o = Linear(make, (c.num_heads * d, c.hidden_size), ("heads", None), bias=c.output_bias)
+    together: queries are always wanted with their keys and values, as a target's are; a drafter projects keys and
+    values of its context alone.
+    """
+
+    def __init__(self, make: Make, config: DecoderConfig, inputs: int | None = None, *, together: bool = False):
+        c, d, bias = config, config.head_dim, config.qkv_bias
+        h, n, k = inputs or c.hidden_size, c.num_heads * d, c.num_kv_heads * d
+        whole = make.joined and together
+        q, keys, values = ("q", n), ("k", k), ("v", k)
+        self.qkv = Joined(make, h, q, keys, values, bias=bias) if whole else None
+        self.q = None if whole else Linear(make, (h, n), (None, "heads"), bias=bias)
+        self.kv = Joined(make, h, keys, values, bias=bias) if make.joined and not whole else None
+        self.k = None if make.joined else Linear(make, (h, k), (None, "kv_heads"), bias=bias)
+        self.v = None if make.joined else Linear(make, (h, k), (None, "kv_heads"), bias=bias)
+        self.o = Linear(make, (n, c.hidden_size), ("heads", None), bias=c.output_bias)
         self.q_norm = RMSNorm(make, d, c.rms_norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(make, d, c.rms_norm_eps) if c.qk_norm else None
         self.head_dim = d
 
     def queries(self, x: Float[Array, "*b h"], rotary: Rotary) -> Float[Array, "*b n d"]:
         """Normed and rotated queries."""
-        q = self.q(x).reshape(*x.shape[:-1], -1, self.head_dim)
-        return rotary(q if self.q_norm is None else self.q_norm(q))
+        assert self.q is not None
+        return self._finished(self.q(x), self.q_norm, rotary)
 
     def keys_values(
         self, x: Float[Array, "*b h"], rotary: Rotary
     ) -> tuple[Float[Array, "*b k d"], Float[Array, "*b k d"]]:
         """Normed and rotated keys, and values: what a cache holds."""
-        k = self.k(x).reshape(*x.shape[:-1], -1, self.head_dim)
-        v = self.v(x).reshape(*x.shape[:-1], -1, self.head_dim)
-        return rotary(k if self.k_norm is None else self.k_norm(k)), v
+        if self.kv is not None:
+            k, v = self.kv(x)
+        else:
+            assert self.k is not None
+            assert self.v is not None
+            k, v = self.k(x), self.v(x)
+        return self._finished(k, self.k_norm, rotary), self._heads(v)
+
+    def all(
+        self, x: Float[Array, "*b h"], rotary: Rotary
+    ) -> tuple[Float[Array, "*b n d"], Float[Array, "*b k d"], Float[Array, "*b k d"]]:
+        """Queries, keys and values."""
+        if self.qkv is None:
+            return (self.queries(x, rotary), *self.keys_values(x, rotary))
+        q, k, v = self.qkv(x)
+        return self._finished(q, self.q_norm, rotary), self._finished(k, self.k_norm, rotary), self._heads(v)
+
+    def _heads(self, x: Float[Array, "*b o"]) -> Float[Array, "*b n d"]:
+        return x.reshape(*x.shape[:-1], -1, self.head_dim)
+
+    def _finished(self, x: Float[Array, "*b o"], norm: RMSNorm | None, rotary: Rotary) -> Float[Array, "*b n d"]:
+        heads = self._heads(x)
+        return rotary(heads if norm is None else norm(heads))
 
 
 class MLP(nnx.Module):
@@ -204,21 +259,31 @@ class MLP(nnx.Module):
 
     def __init__(self, make: Make, config: DecoderConfig):
         h, f, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate = Linear(make, (h, f), (None, "mlp"), bias=bias)
-        self.up = Linear(make, (h, f), (None, "mlp"), bias=bias)
+        self.gate_up = Joined(make, h, ("gate", f), ("up", f), bias=bias) if make.joined else None
+        self.gate = None if make.joined else Linear(make, (h, f), (None, "mlp"), bias=bias)
+        self.up = None if make.joined else Linear(make, (h, f), (None, "mlp"), bias=bias)
         self.down = Linear(make, (f, h), ("mlp", None), bias=bias)
 
     def __call__(self, x: Float[Array, "*b h"]) -> Float[Array, "*b h"]:
         """down(silu(gate(x)) · up(x))."""
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        if self.gate_up is not None:
+            gate, up = self.gate_up(x)
+        else:
+            assert self.gate is not None
+            assert self.up is not None
+            gate, up = self.gate(x), self.up(x)
+        return self.down(jax.nn.silu(gate) * up)
 
 
 class Block(nnx.Module):
-    """One pre-norm layer, in the two halves between which attention happens. inputs: width of what it reads."""
+    """One pre-norm layer, in the two halves between which attention happens.
 
-    def __init__(self, make: Make, config: DecoderConfig, inputs: int | None = None):
+    inputs: width of what it reads; together: as of Attention.
+    """
+
+    def __init__(self, make: Make, config: DecoderConfig, inputs: int | None = None, *, together: bool = False):
         self.input_norm = RMSNorm(make, config.hidden_size, config.rms_norm_eps)
-        self.attn = Attention(make, config, inputs)
+        self.attn = Attention(make, config, inputs, together=together)
         self.post_norm = RMSNorm(make, config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(make, config)
 
@@ -226,8 +291,7 @@ class Block(nnx.Module):
         self, x: Float[Array, "*b h"], rotary: Rotary
     ) -> tuple[Float[Array, "*b n d"], Float[Array, "*b k d"], Float[Array, "*b k d"]]:
         """Queries, keys and values of the rows of x."""
-        y = self.input_norm(x)
-        return (self.attn.queries(y, rotary), *self.attn.keys_values(y, rotary))
+        return self.attn.all(self.input_norm(x), rotary)
 
     def finish(self, x: Float[Array, "*b h"], attended: Float[Array, "*b n d"]) -> Float[Array, "*b h"]:
         """The rest of the layer, given what the queries attended to."""
