@@ -104,7 +104,7 @@ class Train:
             raise UserError(f"{count} devices were asked for and JAX sees {len(jax.devices())}; lower --devices")
         auto = (jax.sharding.AxisType.Auto,) * 2
         mesh = jax.make_mesh((count, 1), ("data", "tensor"), auto, devices=jax.devices()[:count])
-        target = load_target(self.model_path, self.dtype, mesh)
+        target = load_target(self.model_path, self.dtype, mesh, scanned=True)
         if self.head != "vanilla" and self.algorithm != "DSPARK":
             raise UserError(f"--head belongs to DSPARK and {self.algorithm} was chosen; drop one of the two")
         if self.dflash_tv and self.algorithm != "DFLASH":

@@ -171,12 +171,14 @@ def load_target(
     revision: str | None = None,
     offline: bool = False,
     load_format: LoadFormat = "auto",
+    scanned: bool = False,
 ) -> Target:
     """The target that `spec` names, its weights on `mesh` (one device by default).
 
     dtype: None is float32 on the CPU and bfloat16 elsewhere. draft: refused before any weights are read where
     it was made for another target. revision, offline: see `checkpoint.find`. load_format: "dummy" takes random
-    weights, so that a folder with config.json will do. Raises UserError for what cannot be loaded.
+    weights, so that a folder with config.json will do. scanned: for training, see weights.py.
+    Raises UserError for what cannot be loaded.
     """
     if dtype not in (None, *get_args(DType)):
         raise UserError(f"dtype is {dtype!r}; it must be {' or '.join(get_args(DType))}")
@@ -195,9 +197,9 @@ def load_target(
     return Target(
         name=checkpoint.name,
         config=config,
-        model=weights.random_decoder(config, jnp.dtype(dtype), mesh)
+        model=weights.random_decoder(config, jnp.dtype(dtype), mesh, scanned=scanned)
         if dummy
-        else weights.load_decoder(checkpoint, config, jnp.dtype(dtype), mesh),
+        else weights.load_decoder(checkpoint, config, jnp.dtype(dtype), mesh, scanned=scanned),
         tokenizer=checkpoint.tokenizer(),
         tokenizer_problem=checkpoint.tokenizer_problem(),
         dtype=dtype,

@@ -31,18 +31,19 @@ class TensorSource(Protocol):
         ...
 
 
-def layout(mesh: Mesh) -> Layout:
-    """GPUs read stacked layers (few arguments) and joined projections (few products); CPUs do neither.
+def layout(mesh: Mesh, scanned: bool = False) -> Layout:
+    """GPUs want projections joined: fewer products. A mesh cannot share joined ones out over its devices.
 
-    Joined projections cannot be shared out over the devices of a mesh.
+    Stacked layers are for a scan over them alone (scanned), as training does: XLA copies what is sliced out of a
+    stack, all weights of a model in every run.
     """
     gpu = mesh.devices.flat[0].platform != "cpu"
-    return Layout(stacked=gpu, joined=gpu and mesh.size == 1)
+    return Layout(stacked=gpu and scanned, joined=gpu and mesh.size == 1)
 
 
-def load_decoder(source: TensorSource, config: DecoderConfig, dtype, mesh: Mesh) -> Decoder:
-    """A target with its weights on the mesh."""
-    return _load(source, lambda: Decoder(config, dtype, layout(mesh)), mesh)
+def load_decoder(source: TensorSource, config: DecoderConfig, dtype, mesh: Mesh, *, scanned=False) -> Decoder:
+    """A target with its weights on the mesh. scanned: see `layout`."""
+    return _load(source, lambda: Decoder(config, dtype, layout(mesh, scanned)), mesh)
 
 
 def load_drafter(source: TensorSource, config: DrafterConfig, dtype, mesh: Mesh, target: Decoder) -> AnyDrafter:
@@ -58,9 +59,9 @@ def load_drafter(source: TensorSource, config: DrafterConfig, dtype, mesh: Mesh,
     return drafter
 
 
-def random_decoder(config: DecoderConfig, dtype, mesh: Mesh, seed: int = 0) -> Decoder:
-    """A target of random weights: for timing shapes whose weights are not at hand."""
-    return _random(lambda: Decoder(config, dtype, layout(mesh)), mesh, seed)
+def random_decoder(config: DecoderConfig, dtype, mesh: Mesh, seed: int = 0, *, scanned=False) -> Decoder:
+    """A target of random weights: for timing shapes whose weights are not at hand. scanned: see `layout`."""
+    return _random(lambda: Decoder(config, dtype, layout(mesh, scanned)), mesh, seed)
 
 
 def random_drafter(config: DrafterConfig, dtype, mesh: Mesh, seed: int = 0) -> AnyDrafter:

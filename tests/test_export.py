@@ -62,7 +62,7 @@ def test_a_drafter_comes_back_bit_for_bit(goldens, tmp_path, name):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", ["dspark_qwen3_tiny_rnn", "dflash_qwen3_tiny"])
 def test_a_drafter_on_devices_is_written_from_every_layout(tmp_path, monkeypatch, name, layout):
-    monkeypatch.setattr("jspark.weights.layout", lambda mesh: layout)
+    monkeypatch.setattr("jspark.weights.layout", lambda mesh, scanned=False: layout)
     _, config = drafter(name)
     model = random_drafter(config, jnp.float32, mesh(), 1)
     export_drafter((model, config), tmp_path / "out")

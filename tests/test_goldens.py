@@ -89,7 +89,7 @@ def test_target_greedy_tokens(name):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_of_the_weights(layout, monkeypatch):
     """Target and drafter in the layouts of CPUs and GPUs: the reference's logits and its speculative tokens."""
-    monkeypatch.setattr("jspark.weights.layout", lambda mesh: layout)
+    monkeypatch.setattr("jspark.weights.layout", lambda mesh, scanned=False: layout)
     loaded, name = target.__wrapped__("qwen3_tiny"), "dspark_qwen3_tiny_gated_trained"
     checkpoint = open_drafter(str(GOLDENS / name))
     model = load_drafter(checkpoint, checkpoint.config, jnp.float32, mesh(), loaded[0])

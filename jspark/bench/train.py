@@ -75,7 +75,7 @@ def measure(settings: Settings, mesh: Mesh) -> dict[str, Any]:
     target = Target(
         name=settings.shape,
         config=target_config,
-        model=random_decoder(target_config, dtype, mesh),
+        model=random_decoder(target_config, dtype, mesh, scanned=True),
         tokenizer=None,
         tokenizer_problem="random weights have none",
         dtype=settings.dtype,

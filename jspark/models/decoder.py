@@ -1,8 +1,7 @@
 """The target: a dense decoder of the Llama and Qwen3 kind, defined by its config alone.
 
-Knows: its layers, in several layouts behind `layer(i)`: one set of arrays a layer (fastest on CPUs) or stacked
-`[L, …]` arrays read by static slices (few arguments, fastest on GPUs); projections of the same input apart, or
-joined.
+Knows: its layers, in several layouts behind `layer(i)`: one set of arrays a layer, or stacked `[L, …]` arrays;
+projections of the same input apart, or joined.
 Does not know: caches, batches or attention; verify.py runs the layers.
 """
 
