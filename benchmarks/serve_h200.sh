@@ -14,7 +14,7 @@ if [ "$shape" = tiny ]; then
     clients=1,4 requests=16 new=8
 else
     served="--model-path smollm2-135m --speculative-algorithm DSPARK --context-length 2048"
-    clients=1,8,32,64,128,256 requests=512 new=128
+    clients=1,8,32,64,128,256 requests=1024 new=128
 fi
 buckets=8,64,256
 [ "$shape" = tiny ] && buckets=4
@@ -34,7 +34,7 @@ bench() { # name, seconds, flags…
 [ "$part" = all ] || [ "$part" = starts_8b ] &&
     bench serve_start_qwen3_8b 180 --starts --concurrency none --server="$random"
 [ "$part" = all ] || [ "$part" = sweep ] &&
-    bench serve_sweep_smollm2 190 --engine-alone --concurrency "$clients" --requests "$requests" --cancelled 0 \
+    bench serve_sweep_smollm2 190 --engine-alone --concurrency "$clients" --requests "$requests" --requests-per-client 8 --cancelled 0 \
         --prompts 32 --prompt-tokens 128 --new-tokens "$new" \
         --server="$served --max-running-requests ${buckets##*,} --row-buckets $buckets"
 exit 0

@@ -272,6 +272,8 @@ class Serve:
     """Clients at a time; a run for each."""
     requests: int = 150
     """Requests of a run."""
+    requests_per_client: Annotated[int | None, arg(help_behavior_hint="(default: no bound)")] = None
+    """Fewer of them where there are few clients: at most so many each."""
     cancelled: float = 0.1
     """Share of requests whose client goes away after one to three chunks."""
     seeded: float = 0.0
@@ -324,9 +326,10 @@ class Serve:
     def _settings(self) -> Settings:
         from jspark.bench.load import Settings
 
-        for name in ("requests", "prompts", "new_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        for name in ("requests", "prompts", "new_tokens", "requests_per_client"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
         for name in ("cancelled", "seeded"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"--{name} is {getattr(self, name):g}; it must be between 0 and 1")
@@ -349,6 +352,7 @@ class Serve:
             prompt_tokens=(ends[0], ends[-1]),
             new_tokens=self.new_tokens,
             seed=self.seed,
+            per_asker=self.requests_per_client,
         )
 
 

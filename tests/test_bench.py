@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -197,6 +198,7 @@ def test_bench_serve_refuses_what_contradicts_itself(capsys):
         ("--prompt-tokens 0-5", "no length or range"),
         ("--seeded 2", "between 0 and 1"),
         ("--requests 0", "at least 1"),
+        ("--requests-per-client 0", "at least 1"),
     ):
         assert why in refusal(capsys, f"bench serve {words}")
 
@@ -212,3 +214,5 @@ def test_a_load_is_the_same_every_time_and_has_both_ends():
     leaves = load.leaves(4, 100)
     assert set(leaves.values()) <= {1, 2, 3}
     assert 5 < len(leaves) < 40
+    assert [settings.count(n) for n in (1, 60, 400)] == [100, 100, 100]
+    assert [replace(settings, per_asker=8).count(n) for n in (1, 60, 400)] == [8, 100, 100]

@@ -43,12 +43,12 @@ def measure(llm: LLM, settings: Settings) -> dict[str, Any]:
     expected = [output.output_ids for output in llm.generate(load.prompts, params)]
     runs = []
     for concurrency in settings.concurrency:
-        warm = min(2 * concurrency, settings.requests)
-        _run(llm, load, params, expected, concurrency, warm)
+        count = settings.count(concurrency)
+        _run(llm, load, params, expected, concurrency, min(2 * concurrency, count))
         _forget_prompts(llm)
         began = time.perf_counter()
-        tally = _run(llm, load, params, expected, concurrency, settings.requests)
-        runs.append(tally.summary(concurrency, settings.requests, time.perf_counter() - began))
+        tally = _run(llm, load, params, expected, concurrency, count)
+        runs.append(tally.summary(concurrency, count, time.perf_counter() - began))
         _forget_prompts(llm)
     return {"expected": expected, "runs": runs}
 

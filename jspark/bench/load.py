@@ -16,7 +16,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Settings:
-    """concurrency: askers at a time, a run each. cancelled: share of requests given up after one to three pieces.
+    """concurrency: askers at a time, a run each. per_asker: requests that each has at most, on average; `requests`
+    bounds all of a run. cancelled: share of requests given up after one to three pieces.
 
     Prompts are random token ids, `prompts` different ones. prompt_tokens: their shortest and longest length; the
     others' logarithms are spread evenly between. Answers have `new_tokens` and are greedy, but for the share
@@ -31,6 +32,11 @@ class Settings:
     prompt_tokens: tuple[int, int]
     new_tokens: int
     seed: int
+    per_asker: int | None = None
+
+    def count(self, concurrency: int) -> int:
+        """Requests of a run."""
+        return min(self.requests, concurrency * (self.per_asker or self.requests))
 
 
 @dataclass(frozen=True)

@@ -52,16 +52,17 @@ async def _measure(
         runs = []
         for concurrency in settings.concurrency:
             # Compiles what this many rows need, and is not counted.
-            await _run(client, load, expected, concurrency, min(2 * concurrency, settings.requests))
+            count = settings.count(concurrency)
+            await _run(client, load, expected, concurrency, min(2 * concurrency, count))
             await _settled(client)
             await watch.begin()
             began = time.perf_counter()
             half = asyncio.Event()
-            run = _run(client, load, expected, concurrency, settings.requests, half)
+            run = _run(client, load, expected, concurrency, count, half)
             tally, _ = await asyncio.gather(run, watch.middle(half))
             seconds = time.perf_counter() - began
-            summary = tally.summary(concurrency, settings.requests, seconds)
-            runs.append(summary | await watch.end(seconds, settings.requests))
+            summary = tally.summary(concurrency, count, seconds)
+            runs.append(summary | await watch.end(seconds, count))
     return {"settings": vars(settings), "runs": runs, "server": before["server"]}
 
 
@@ -257,7 +258,7 @@ def draw(results: report.Record, axes: Axes) -> None:
     other.plot(at, waits, "s--", color="#d1495b", label="first token, median")
     other.set_ylabel("ms to the first token")
     other.set_ylim(bottom=0)
-    axes.set_title(f"{results['server']['model_path']}: closed loop, {runs[0]['requests']} requests", loc="left")
+    axes.set_title(f"{results['server']['model_path']}: closed loop, {runs[-1]['requests']} requests", loc="left")
     lines = [*axes.get_lines(), *other.get_lines()]
     axes.legend(lines, [str(line.get_label()) for line in lines], loc="best", frameon=False)
 
