@@ -24,7 +24,7 @@ from jspark.config import DecoderConfig, DrafterConfig, EngineConfig
 from jspark.cost import CostFigures, CostTable
 from jspark.errors import UserError
 from jspark.intake import SlotTables, check_ids
-from jspark.landing import fetch
+from jspark.landing import fetch, fetch_later
 from jspark.mask import Mask, host_mask, mask_size
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
@@ -288,6 +288,7 @@ class Engine:
             shape, self._pools, self._slots, args, proposal, tables, mask
         )
         self._tables.update(tables)
+        fetch_later(packet.words)
         for running in work.decode:
             running.in_flight += 1
             running.fresh = False

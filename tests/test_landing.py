@@ -7,7 +7,7 @@ import pytest
 
 BUSY = """
 import signal, jax, jax.numpy as jnp
-from jspark.landing import fetch
+from jspark.landing import fetch, fetch_later
 
 # About a second on either; a loop would keep a GPU's host busy, which launches its turns.
 turns, size = (400, 512) if jax.default_backend() == "cpu" else (6, 16384)
@@ -22,6 +22,7 @@ def busy(x):
 x = jnp.ones((size, size))
 busy(x).block_until_ready()
 y = busy(x)
+fetch_later(y)
 assert not y.is_ready()
 """
 INTERRUPTED = """

@@ -21,7 +21,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jspark.config import DecoderConfig
-from jspark.landing import fetch
+from jspark.landing import fetch, fetch_later
 from jspark.models.decoder import Decoder
 from jspark.models.layers import Rotary
 from jspark.sampling import RowSampling, draft_token, log_probs
@@ -180,6 +180,8 @@ class Writer:
         try:
             while books.live:
                 state, out = self._call(state, np.int32(count))
+                for leaf in out:
+                    fetch_later(leaf)
                 self.steps += self._writing.steps
                 if flying is not None:
                     yield books.collect(*(fetch(x) for x in flying))
