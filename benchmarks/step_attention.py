@@ -2,8 +2,8 @@
 
     python benchmarks/step_attention.py OUTPUT.json [BACKEND …]
 
-Random weights; `jspark bench step` measures more of one backend. All programs are compiled at the same time, so a
-GPU is held for a few minutes at most.
+Random weights; `jspark bench step` measures more of one backend. Programs are compiled side by side, so a GPU is
+held for a few minutes at most.
 """
 
 import statistics
@@ -24,7 +24,8 @@ from jspark.bench.warm_engine import WarmEngine
 from jspark.config import EngineConfig
 
 CONTEXT, BLOCK, STEPS, BATCHES = 1024, 7, 10, 5
-ROWS = {"smollm2-135m": (1, 64, 256), "qwen3-8b": (1, 64, 256)}
+#: What is on the device at the same time.
+GROUPS = (("smollm2-135m", (1, 64, 256)), ("qwen3-8b", (1, 64)), ("qwen3-8b", (256,)))
 BACKENDS = ("auto", "triton", "xla")
 
 
@@ -63,28 +64,21 @@ def timed(launch, slots):
     return statistics.median(seconds) * 1e3
 
 
-def main() -> None:
-    """Measures and saves."""
-    output = Path(sys.argv[1])
-    mesh = single_device_mesh()
-    record = report.describe(
-        "step_attention", " ".join(["python benchmarks/step_attention.py", *sys.argv[1:]]), mesh
-    )
-    jobs = []
-    with ThreadPoolExecutor(16) as pool:
-        for name, counts in ROWS.items():
-            config = SHAPES[name]
-            target = (weights.random_decoder(config, jnp.dtype("bfloat16"), mesh), config)
-            draft = weights.untrained_drafter_config(config, block_size=BLOCK)
-            drafter = (weights.random_drafter(draft, jnp.dtype("bfloat16"), mesh), draft)
-            for rows in counts:
-                for backend in sys.argv[2:] or BACKENDS:
-                    jobs.append(
-                        (name, rows, backend, pool.submit(prepare, name, target, drafter, rows, backend, mesh))
-                    )
+def measure(name, counts, mesh):
+    """Rows of the record: one shape, each count of rows with each backend."""
+    config, dtype = SHAPES[name], jnp.dtype("bfloat16")
+    target = (weights.random_decoder(config, dtype, mesh), config)
+    draft = weights.untrained_drafter_config(config, block_size=BLOCK)
+    drafter = (weights.random_drafter(draft, dtype, mesh), draft)
     results = []
-    for name, rows, backend, job in jobs:
-        launches, args, proposal, attention, compiling = job.result()
+    with ThreadPoolExecutor(16) as pool:
+        jobs = [
+            (rows, backend, pool.submit(prepare, name, target, drafter, rows, backend, mesh))
+            for rows in counts
+            for backend in sys.argv[2:] or BACKENDS
+        ]
+        ready = [(rows, backend, job.result()) for rows, backend, job in jobs]
+    for rows, backend, (launches, args, proposal, attention, compiling) in ready:
         tokens = rows * (BLOCK + 1)
         row = {
             "shape": name,
@@ -99,6 +93,19 @@ def main() -> None:
         }
         results.append(row)
         print(row, flush=True)
+    return results
+
+
+def main() -> None:
+    """Measures and saves."""
+    output = Path(sys.argv[1])
+    mesh = single_device_mesh()
+    record = report.describe(
+        "step_attention", " ".join(["python benchmarks/step_attention.py", *sys.argv[1:]]), mesh
+    )
+    results = []
+    for name, counts in GROUPS:
+        results += measure(name, counts, mesh)
     record["results"] = {"context": CONTEXT, "block_size": BLOCK, "steps": STEPS, "programs": results}
 
     report.save(record, output, lambda axes: draw(results, axes))

@@ -1,9 +1,9 @@
 """Results on their way to the host, in a way that lets the process end at any moment.
 
-Knows: that XLA hands a result which is not ready yet to NumPy on a thread of its own, and also brings a copy that was
-begun with `copy_to_host_async` home on one. Such a thread needs the interpreter: where it is gone by then, after an
-interrupt or a `break`, the process aborts. So a CPU's results are handed over once they are ready, and copies from
-other devices are landed before the interpreter goes.
+Knows: that XLA hands a result which is not ready yet to NumPy on a thread of its own, and brings a copy that was
+begun with `copy_to_host_async` home on one too. Such a thread needs the interpreter: where it is gone by then,
+after an interrupt or a `break`, the process aborts. So a CPU's results are handed over once they are ready, and
+copies from other devices are landed before the interpreter goes.
 Does not know: what the results are.
 """
 

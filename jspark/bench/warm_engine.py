@@ -83,4 +83,7 @@ class Launches:
 
 def _random_like(x: jax.Array) -> jax.Array:
     make = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=x.sharding)
-    return make(jax.random.key(x.size), x.shape, x.dtype)
+    key, shape, dtype = jax.random.key(x.size), x.shape, x.dtype
+    # There may be no room for both.
+    x.delete()
+    return make(key, shape, dtype)
