@@ -31,8 +31,10 @@ from jspark.packing import Layout
 from jspark.propose import Proposal
 from jspark.shapes import ProposeShape, VerifyShape, cheapest
 from jspark.state import PackedArgs, PackedPacket, Packet, SlotTable, packet_layout
+from jspark.steady import keep_holes
 from jspark.step import Pools, Spec, propose_step, verify_step
 
+#: How XLA compiles for a GPU.
 _ON_A_GPU: dict[str, Any] = {
     # XLA tunes a Triton kernel for every product, minutes a program; cuBLAS has them ready.
     "xla_gpu_enable_triton_gemm": False,
@@ -107,6 +109,7 @@ class Programs:
         #: Linux's default; one more ends it. The oldest go, and come back from the cache on disk.
         self.most = None if gpu else 256
         self._options: dict[str, Any] = _ON_A_GPU if gpu else {}
+        self._guards = keep_holes(mesh) if gpu else []
         # float32 means float32: without this a GPU multiplies in tf32.
         self._precision = partial(jax.default_matmul_precision, "highest") if exact else contextlib.nullcontext
 

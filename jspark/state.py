@@ -177,6 +177,9 @@ class PackedArgs:
     def unpack(self, words: Array, table: Array, prefill: Array | None) -> StepArgs:
         """The step's arguments from `arrays`, inside a program."""
         chunks = None if self.prefill_layout is None or prefill is None else self.prefill_layout.unpack(prefill)
+        # Page numbers are not negative: this only gives the table a place within the program. A GPU's graph is
+        # updated wherever an address changed, at each layer's attention if that read the argument itself.
+        table = jnp.maximum(table, 0)
         return replace(self.layout.unpack(words), table=table, prefill=chunks)
 
 

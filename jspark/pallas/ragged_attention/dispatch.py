@@ -114,15 +114,18 @@ def choose_all(
 
     Raises UserError as `choose` does; the version asked for need not serve chunks or blocks.
     """
-
-    def chosen(heads: HeadShape, max_rows: int, causal: bool) -> Backend:
-        serves = wanted in versions(platform, heads, max_rows, causal)
-        return choose(wanted if serves else "auto", platform, heads, max_rows, causal)
-
     verify = choose(wanted, platform, target, width, True)
-    prefill = chosen(target, chunk, True)
-    draft = verify if drafter is None else chosen(drafter, width, False)
-    return REFERENCE if "xla" in (verify, prefill, draft) else Attention(verify, prefill, draft)
+    # Of the kernels, Triton's alone computes draft blocks; Mosaic's may leave chunks to it.
+    serves_chunks = wanted in versions(platform, target, chunk, True)
+    prefill = choose(wanted if serves_chunks else "auto", platform, target, chunk, True)
+    blocks = drafter is None or "triton" in versions(platform, drafter, width, False)
+    if "xla" in (verify, prefill):
+        return REFERENCE
+    if not blocks:
+        assert drafter is not None
+        _warn(drafter)
+        return REFERENCE
+    return Attention(verify, prefill, "triton")
 
 
 @cache
