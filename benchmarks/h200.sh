@@ -6,6 +6,7 @@
 #   benchmarks/h200.sh steps                whole steps with and without kernels
 #   benchmarks/h200.sh soak [SECONDS]       random shapes, 570 seconds by default; no figures of speed
 #   benchmarks/h200.sh goldens              the reference's outputs, on the device
+#   benchmarks/h200.sh engine TEMPERATURE   the engine under load, with the device's idle time; 0 or 1
 #   benchmarks/h200.sh drafter FOLDER [NAME=PATH …]   calibration of the shipped drafter, then the data sets in
 #                                           FOLDER with it and with others
 set -u
@@ -15,7 +16,8 @@ shift
 mkdir -p "$output"
 
 # The tests' own settings take the CPU where nothing is said; without the flag XLA tunes every product for minutes.
-on_gpu="env JAX_PLATFORMS=cuda XLA_FLAGS=--xla_gpu_enable_triton_gemm=false"
+# Tests mostly compile, and share the GPU's memory.
+on_gpu="env JAX_PLATFORMS=cuda XLA_FLAGS=--xla_gpu_enable_triton_gemm=false XLA_PYTHON_CLIENT_PREALLOCATE=false"
 
 run() { # seconds, command…
     limit=$1
@@ -25,13 +27,13 @@ run() { # seconds, command…
 }
 
 attention() {
-    run 150 $on_gpu python -m pytest -m gpu tests/test_attention_gpu.py tests/test_mosaic.py -q -k "not goldens"
+    run 240 $on_gpu python -m pytest -n 8 -m gpu tests/test_attention_gpu.py tests/test_mosaic.py -q -k "not goldens"
     run 240 python -m jspark bench kernels --output "$output/kernels.json"
     run 120 python benchmarks/kv_write.py "$output/kv_write.json"
 }
 
 steps() {
-    run 500 python benchmarks/step_attention.py "$output/step_attention.json"
+    XLA_PYTHON_CLIENT_MEM_FRACTION=.92 run 300 python benchmarks/step_attention.py "$output/step_attention.json" auto xla
 }
 
 soak() {
@@ -40,7 +42,13 @@ soak() {
 }
 
 goldens() {
-    run 500 $on_gpu python -m pytest -m "not slow" tests/test_goldens.py tests/test_attention_gpu.py tests/test_landing.py -q -k "golden or runs or tokens or ends"
+    run 500 $on_gpu python -m pytest -n 8 -m "not slow" tests/test_goldens.py tests/test_attention_gpu.py tests/test_landing.py -q -k "golden or runs or tokens or ends"
+}
+
+engine() {
+    temperature=$1
+    run 580 python -m jspark bench engine --concurrency 1,8,32,64,128,256 --temperature "$temperature" --fixed 4 \
+        --no-alone --compare-overlap --device-trace --limit 480 --output "$output/engine_t$temperature.json"
 }
 
 drafter() {
@@ -59,9 +67,9 @@ drafter() {
 }
 
 case $part in
-attention | steps | soak | goldens | drafter) "$part" "$@" ;;
+attention | steps | soak | goldens | engine | drafter) "$part" "$@" ;;
 *)
-    echo "no part is called $part: attention, steps, soak, goldens or drafter" >&2
+    echo "no part is called $part: attention, steps, soak, goldens, engine or drafter" >&2
     exit 2
     ;;
 esac

@@ -69,19 +69,40 @@ def engine() -> str:
     return "\n".join(lines)
 
 
-def h200() -> str:
-    """Step times on the H200."""
+def kernels() -> str:
+    """Ragged attention on the H200, case by case."""
+    r = read("h200/kernels.json")["results"]
     lines = [
-        "| smollm2-135m on one H200, context 1,024, γ 7 | R | T | bfloat16 ms | floor | float32 ms | floor |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| ragged attention on one H200, bfloat16 | Mosaic µs | floor µs | Triton | XLA | cuDNN | reached | bar |",
+        "| --- " * 8 + "|",
     ]
-    half, full = (read(f"h200/step_smollm2_{d}.json")["results"]["programs"] for d in ("bfloat16", "float32"))
-    for a, b in zip(half, full, strict=True):
-        cells = (a["ms"], a["floor_ms"], b["ms"], b["floor_ms"])
-        figures = " | ".join(f"{x:.2f}" for x in cells)
-        lines.append(f"| {a['program']} | {a['rows']} | {a['tokens']} | {figures} |")
+    cases: dict[str, dict[str, dict]] = {}
+    for op in r["ops"]:
+        cases.setdefault(op["case"], {})[op["version"]] = op
+    for name, ops in cases.items():
+        mosaic = ops["mosaic"]
+        others = " | ".join(f"{ops[v]['us']:.0f}" for v in ("triton", "xla", "cudnn"))
+        form = ".1f" if mosaic["unit"] == "µs" else ".2f" if mosaic["bar"] < 100 else ".0f"
+        lines.append(
+            f"| {name} | {mosaic['us']:.1f} | {mosaic['floor_us']:.1f} | {others} | "
+            f"{mosaic['achieved']:{form}} {mosaic['unit']} | {mosaic['bar']:g} |"
+        )
+    return "\n".join(lines)
+
+
+def steps() -> str:
+    """Whole steps on the H200, with kernels and without."""
+    lines = [
+        "| ms on one H200, bfloat16, context 1,024, γ 7 | R | verify, kernels | XLA | propose, kernels | XLA |",
+        "| --- " * 6 + "|",
+    ]
+    rows = read("h200/step_attention.json")["results"]["programs"]
+    for ours in (row for row in rows if row["backend"] == "auto"):
+        [xla] = [x for x in rows if (x["shape"], x["rows"], x["backend"]) == (ours["shape"], ours["rows"], "xla")]
+        figures = " | ".join(f"{row[part]:.2f}" for part in ("verify_ms", "propose_ms") for row in (ours, xla))
+        lines.append(f"| {ours['shape']} | {ours['rows']} | {figures} |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(cpu(), demo(), engine(), h200(), sep="\n\n")
+    print(cpu(), demo(), engine(), kernels(), steps(), sep="\n\n")

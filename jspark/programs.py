@@ -180,7 +180,7 @@ class Programs:
     def write_row(self, tables: Tables, slot: Array, row: Tables) -> Tables:
         """Writes a new request's entries into the tables (donated)."""
         key = ("row", jax.tree.structure(tables))
-        return self._call(key, write_row, (0,), self._replicated, tables, slot, row)
+        return self._call(key, write_row, (0,), lambda: self._replicated, tables, slot, row)
 
     def propose(
         self, shape: ProposeShape, pools: Pools, slots: SlotTable, args: PackedArgs, tables: Tables
@@ -200,7 +200,7 @@ class Programs:
             return propose_step(self.spec, drafter, view, pool, slots, step, tables, sampling=shape.sampling)
 
         call = (self._drafter, self._vocabulary, pools.drafter, slots, args.words, args.table, tables)
-        return run, (), self._replicated, *call
+        return run, (), lambda: self._replicated, *call
 
     def verify(
         self,
@@ -252,16 +252,21 @@ class Programs:
             )
             return *state, layout.pack(packet)
 
-        placement = (jax.tree.map(lambda x: x.sharding, pools), *(self._replicated,) * 3)
+        def placement() -> Any:
+            return jax.tree.map(lambda x: x.sharding, pools), *(self._replicated,) * 3
+
         call = (self._target, self._drafter, pools, slots, tables, args.arrays, proposal, self._sts, mask)
         return run, (2, 3, 4), placement, *call
 
-    def _call(self, key: Any, function: Callable, donated: tuple[int, ...], placement: Any, *args: Any) -> Any:
+    def _call(
+        self, key: Any, function: Callable, donated: tuple[int, ...], placement: Callable, *args: Any
+    ) -> Any:
+        """Calls the program; `placement` of its results is asked for where it has to be compiled."""
         compiled = self._compiled.get(key) or self._ready(key, function, donated, placement, *args)
         return compiled(*args)
 
     def _ready(
-        self, key: Any, function: Callable, donated: tuple[int, ...], placement: Any, *args: Any
+        self, key: Any, function: Callable, donated: tuple[int, ...], placement: Callable, *args: Any
     ) -> Callable:
         """The compiled program, compiled here unless another thread is at it already."""
         while True:
@@ -276,7 +281,7 @@ class Programs:
         started = time.perf_counter()
         try:
             with self._precision():
-                program = jax.jit(function, donate_argnums=donated, out_shardings=placement)
+                program = jax.jit(function, donate_argnums=donated, out_shardings=placement())
                 lowered = program.lower(*args)
                 compiled = lowered.compile(self._options)
             seconds = time.perf_counter() - started

@@ -69,7 +69,7 @@ def test_figures_are_the_committed_ones():
     assert spec.loader
     render = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(render)
-    for table in (render.cpu(), render.demo(), render.engine(), render.h200()):
+    for table in (render.cpu(), render.demo(), render.engine(), render.kernels(), render.steps()):
         assert table in README, f"the README should say:\n{table}"
 
 
