@@ -41,10 +41,11 @@ def propose(
     filtered: bool,
     keep_q: bool,
     adjust: Adjust | None = None,
-) -> Proposal:
+) -> tuple[Proposal, None]:
     """Drafts `block_size` tokens a row, one after the other (EAGLE-3, section 3.1); see propose.propose.
 
-    carried: what `inject` returned for the row. The chain's own keys and values are dropped afterwards.
+    carried: what `inject` returned for the row. The chain's own keys and values are dropped afterwards, and never
+    written.
     """
     tokens, log_q, output = [], [], carried
     chain: list[list[tuple[Array, Array]]] = [[] for _ in range(config.backbone.num_layers)]
@@ -58,11 +59,12 @@ def propose(
         tokens.append(draft_token(q, sampling, position, k, sampled=sampled))
         log_q.append(q)
     drafts = jnp.stack(tokens, axis=1)
-    return Proposal(
+    proposal = Proposal(
         tokens=drafts,
         confidence=jnp.full(drafts.shape, jnp.inf),
         log_q=jnp.stack(log_q, axis=1) if keep_q else None,
     )
+    return proposal, None
 
 
 def chain_step(

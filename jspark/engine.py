@@ -282,7 +282,7 @@ class Engine:
         tables = self._tables.take(penalties=shape.sampling.penalties, steering=shape.sampling.steering)
         proposal = None
         if shape.propose is not None:
-            proposal = self.programs.propose(shape.propose, self._pools, self._slots, args, tables)
+            self._pools, proposal = self.programs.propose(shape.propose, self._pools, self._slots, args, tables)
         mask, updates = self._mask(work, shape, proposal)
         self._pools, self._slots, tables, packet = self.programs.verify(
             shape, self._pools, self._slots, args, proposal, tables, mask

@@ -133,7 +133,8 @@ class Launches:
 
     def propose(self, shape: ProposeShape, slots: SlotTable, args: PackedArgs) -> Proposal:
         """Launches the propose program."""
-        return self.programs.propose(shape, self.pools, slots, args, Tables())
+        self.pools, proposal = self.programs.propose(shape, self.pools, slots, args, Tables())
+        return proposal
 
     def verify(self, shape: VerifyShape, slots: SlotTable, args: PackedArgs, proposal: Proposal | None) -> Array:
         """Launches a verify program; what it sends back."""

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -184,9 +184,10 @@ class Programs:
 
     def propose(
         self, shape: ProposeShape, pools: Pools, slots: SlotTable, args: PackedArgs, tables: Tables
-    ) -> Proposal:
-        """Drafts for the rows of a step; reads the drafter's pool."""
-        return self._call(shape, *self._propose(shape, pools, slots, args, tables))
+    ) -> tuple[Pools, Proposal]:
+        """Drafts for the rows of a step; the drafter's pool is donated where kernels draft."""
+        proposal, written = self._call(shape, *self._propose(shape, pools, slots, args, tables))
+        return pools if written is None else replace(pools, drafter=written), proposal
 
     def _propose(
         self, shape: ProposeShape, pools: Pools, slots: SlotTable, args: PackedArgs, tables: Tables
@@ -199,8 +200,12 @@ class Programs:
             step = args.unpack(words, table, None)
             return propose_step(self.spec, drafter, view, pool, slots, step, tables, sampling=shape.sampling)
 
+        def placement() -> Any:
+            return self._replicated, jax.tree.map(lambda x: x.sharding, pools.drafter) if writes else None
+
+        writes = self.spec.attention.draft != "xla"
         call = (self._drafter, self._vocabulary, pools.drafter, slots, args.words, args.table, tables)
-        return run, (), lambda: self._replicated, *call
+        return run, (2,) if writes else (), placement, *call
 
     def verify(
         self,
@@ -287,7 +292,7 @@ class Programs:
             seconds = time.perf_counter() - started
             with self._lock:
                 if isinstance(key, ProposeShape):
-                    self._proposals[key] = jax.tree.map(self._as_placed, lowered.out_info)
+                    self._proposals[key] = jax.tree.map(self._as_placed, lowered.out_info[0])
                 self._compiled[key] = compiled
                 while self.most is not None and len(self._compiled) > self.most:
                     self._compiled.pop(next(iter(self._compiled)))

@@ -19,7 +19,14 @@ from jspark.batch import Batch
 from jspark.config import DrafterConfig
 from jspark.models.drafter import Drafter
 from jspark.models.layers import Rotary, Vocabulary
-from jspark.pallas.ragged_attention import Backend, HeadShape, block_attend, make_block_plan
+from jspark.pallas.ragged_attention import (
+    Backend,
+    HeadShape,
+    attend,
+    block_attention,
+    block_segments,
+    make_plan,
+)
 from jspark.sampling import RowSampling, draft_token, log_probs
 
 #: Logits of the next row of a block and the tokens of the block before it → the logits as the target changes them.
@@ -49,11 +56,13 @@ def block_hidden(
     table: Int[Array, "r p"],
     block_size: int,
     attention: Backend = "xla",
-) -> Float[Array, "r g h"]:
+) -> tuple[Float[Array, "r g h"], kv.Pool | None]:
     """The final-norm hidden rows that predict positions position+1 … position+γ.
 
     The block is the anchor and masks, attends to all context before the anchor and both ways to itself
-    (DFlash, section 4), within a window in layers that have one; its own keys and values are dropped afterwards.
+    (DFlash, section 4), within a window in layers that have one. Its own keys and values are of no use afterwards.
+    Kernels find them in the row's pages, behind its context, where injection writes over them: the pool comes back
+    with them; None where nothing was written.
     """
     rows = block_size if config.predicts_from_anchor else block_size + 1
     masks = jnp.full((anchor.shape[0], rows - 1), config.mask_token_id, jnp.int32)
@@ -61,20 +70,72 @@ def block_hidden(
     positions = position[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]
     b = config.backbone
     rotary = Rotary(b.rope, b.head_dim, b.max_position, positions)
-    heads = HeadShape(b.num_heads, b.num_kv_heads, b.head_dim, pool.k[0].shape[2], x.dtype.name)
-    windows = [b.window(i) for i in range(b.num_layers)]
-    kinds = [(window, window is not None and config.causal_windows) for window in windows]
-    plans = {
-        (window, causal): make_block_plan(attention, position, rows, heads, window=window, causal=causal)
-        for window, causal in set(kinds)
-    }
-    for i, (window, causal) in enumerate(kinds):
+    paged = (
+        None if attention == "xla" else _Paged(config, pool, attention, position, positions, table, x.dtype.name)
+    )
+    for i in range(b.num_layers):
+        window, causal = _sight(config, i)
         layer = drafter.layers.layer(i)
         q, k, v = layer.qkv(x, rotary)
-        plan = plans[window, causal]
-        attended = block_attend(q, k, v, pool.k[i], pool.v[i], table, position, plan, window=window, causal=causal)
+        if paged is not None:
+            attended = paged(i, q, k, v)
+        else:
+            attended = block_attention(
+                q, k, v, pool.k[i], pool.v[i], table, position, window=window, causal=causal
+            )
         x = layer.finish(x, attended)
-    return drafter.norm(x[:, rows - block_size :])
+    hidden = drafter.norm(x[:, rows - block_size :])
+    return hidden, None if paged is None else kv.Pool(tuple(paged.keys), tuple(paged.values))
+
+
+def _sight(config: DrafterConfig, layer: int) -> tuple[int | None, bool]:
+    """(window, whether later rows of the block are hidden) of a draft layer."""
+    window = config.backbone.window(layer)
+    return window, window is not None and config.causal_windows
+
+
+class _Paged:
+    """Attention of draft blocks by a kernel; plans are made once, for all layers alike."""
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        pool: kv.Pool,
+        attention: Backend,
+        position: Int[Array, " r"],
+        positions: Int[Array, "r b"],
+        table: Int[Array, "r p"],
+        dtype: str,
+    ):
+        b, size = config.backbone, pool.k[0].shape[2]
+        self._config, self._table = config, table
+        self.keys, self.values = list(pool.k), list(pool.v)
+        index = positions // size
+        own = jnp.take_along_axis(table, jnp.minimum(index, table.shape[1] - 1), axis=1)
+        self._page = jnp.where(index < table.shape[1], own, kv.BIN).reshape(-1)
+        self._offset = (positions % size).reshape(-1)
+        self._segments = block_segments(position, positions.shape[1])
+        heads = HeadShape(b.num_heads, b.num_kv_heads, b.head_dim, size, dtype)
+        self._plans = {
+            (window, causal): make_plan(
+                attention, self._segments, heads, tokens=positions.size, causal=causal, window=window
+            )
+            for window, causal in {_sight(config, i) for i in range(b.num_layers)}
+        }
+
+    def __call__(
+        self, i: int, q: Float[Array, "r b n d"], k: Float[Array, "r b k d"], v: Float[Array, "r b k d"]
+    ) -> Float[Array, "r b n d"]:
+        """What the rows of layer i attend to."""
+        q_rows, k_rows, v_rows = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+        self.keys[i] = kv.write(self.keys[i], self._page, self._offset, k_rows)
+        self.values[i] = kv.write(self.values[i], self._page, self._offset, v_rows)
+        window, causal = _sight(self._config, i)
+        plan = self._plans[window, causal]
+        out = attend(
+            q_rows, self.keys[i], self.values[i], self._table, self._segments, plan, causal=causal, window=window
+        )
+        return out.reshape(q.shape)
 
 
 def propose(
@@ -93,13 +154,15 @@ def propose(
     keep_q: bool,
     attention: Backend = "xla",
     adjust: Adjust | None = None,
-) -> Proposal:
+) -> tuple[Proposal, kv.Pool | None]:
     """Drafts `block_size` tokens a row (DSpark, equations 4 to 7; without heads, DFlash).
 
     Greedy rows draft by argmax, coupled rows with the target's own noise, the rest from q. adjust: the logits as
     the target will have them changed, given the tokens of the block so far; None leaves them alone.
     """
-    hidden = block_hidden(drafter, vocabulary, config, pool, anchor, position, table, block_size, attention)
+    hidden, written = block_hidden(
+        drafter, vocabulary, config, pool, anchor, position, table, block_size, attention
+    )
     base = vocabulary.head.attend(hidden)
     if drafter.vocab_mask is not None:
         base = base + drafter.vocab_mask[...].astype(base.dtype)[None, None, :]
@@ -121,11 +184,12 @@ def propose(
         previous = draft_token(q, sampling, position, k, sampled=sampled)
         tokens.append(previous)
         log_q.append(q)
-    return Proposal(
+    proposal = Proposal(
         tokens=jnp.stack(tokens, axis=1),
         confidence=jnp.stack(confidence, axis=1) if head is not None else jnp.full(hidden.shape[:2], jnp.inf),
         log_q=jnp.stack(log_q, axis=1) if keep_q else None,
     )
+    return proposal, written
 
 
 def inject(

@@ -90,8 +90,11 @@ def propose_step(
     tables: Tables,
     *,
     sampling: Sampling,
-) -> Proposal:
-    """Drafts a block for every row of the step from the drafter's pool; reads no prefill rows of `args`."""
+) -> tuple[Proposal, kv.Pool | None]:
+    """Drafts a block for every row of the step from the drafter's pool; reads no prefill rows of `args`.
+
+    Returns the pool too where something was written (propose.block_hidden), else None.
+    """
     assert spec.drafter is not None
     rows = slots.take(args)
 

@@ -77,17 +77,15 @@ def random_segments(rng, most_rows: int) -> tuple[Segments, int]:
 
 
 @pytest.mark.parametrize(
-    ("most_rows", "window", "own"),
-    [(8, None, False), (8, 33, False), (90, None, False), (90, 100, False), (7, None, True), (7, 20, True)],
+    ("most_rows", "window", "causal"),
+    [(8, None, True), (8, 33, True), (90, None, True), (90, 100, True), (7, None, False), (7, 20, False)],
 )
-def test_plan_covers_every_block_once(most_rows, window, own, rng):
+def test_plan_covers_every_block_once(most_rows, window, causal, rng):
     """Every (piece of a segment, KV head, block of keys that a row sees) belongs to exactly one program."""
     for programs, least in ((1, 1), (7, 1), (64, 3)):
         segments, tokens = random_segments(rng, most_rows)
         blocks = triton.Blocks(16, programs, least, 4, 2, False)
-        plan = triton.make_plan(
-            segments, HEADS, tokens=tokens, causal=not own, window=window, own=own, blocks=blocks
-        )
+        plan = triton.make_plan(segments, HEADS, tokens=tokens, causal=causal, window=window, blocks=blocks)
         tiles = plan.tiles
         start, length, units, cut, first_tile = (
             np.asarray(x) for x in (tiles.start, tiles.length, plan.units, plan.cut, plan.first_tile)
@@ -100,12 +98,10 @@ def test_plan_covers_every_block_once(most_rows, window, own, rng):
         np.testing.assert_array_equal(np.concatenate(positions), np.concatenate(want))
         # Blocks of a piece: all those that hold a key it sees, and no more.
         for i, rows in enumerate(piece):
-            last = length[i] - (rows if own else 0)
+            last = length[i]
             first = 0 if window is None else max(0, length[i] - rows - window + 1)
             seen = {key // 16 for key in range(min(first, last), last)} if rows else set()
-            # A window that reaches no page still has the block its edge falls in, if it is a part of one.
-            extra = int(own and rows > 0)
-            assert len(seen) <= units[i + 1] - units[i] - extra <= len(seen) + 1
+            assert units[i + 1] - units[i] == len(seen)
         total = units[-1] * HEADS.kv_heads
         assert cut[0] == 0
         assert cut[-1] == total

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from jspark import weights
 from jspark.bench import kernels
 from jspark.config import DecoderConfig, EngineConfig, RopeConfig
 from jspark.engine import Engine
-from jspark.pallas.ragged_attention import HeadShape, block_attend, make_block_plan, shapes, versions
+from jspark.pallas.ragged_attention import HeadShape, shapes, versions
 from jspark.request import Request, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -40,27 +39,6 @@ def test_random_shapes(seed):
     case = shapes.random_case(np.random.default_rng(seed))
     for version in fitting(case, BF16):
         assert kernels.error(case, BF16, version) < 4e-3
-
-
-@pytest.mark.parametrize(("rows", "window", "causal"), [(7, None, False), (8, 40, True), (16, 100, False)])
-def test_draft_blocks(rows, window, causal):
-    """Keys of the block apart from the pages, which hold NaN where nothing was written."""
-    case = shapes.Case("block", 9, (rows, 900), rows, heads=12, kv_heads=4, causal=False)
-    arrays = shapes.make(case, BF16)
-    length, _ = case.lengths()
-    table, context = arrays.table[arrays.segments.row], jnp.asarray(length - rows, jnp.int32)
-    q, k, v = (
-        jax.random.normal(key, (9, rows, heads, 128), BF16)
-        for key, heads in zip(jax.random.split(jax.random.key(1), 3), (12, 4, 4), strict=True)
-    )
-    heads = HeadShape(12, 4, 128, 64, "bfloat16")
-    attend = jax.jit(partial(block_attend, window=window, causal=causal))
-    plan = make_block_plan("triton", context, rows, heads, window=window, causal=causal)
-    got = attend(q, k, v, arrays.k_pool, arrays.v_pool, table, context, plan).astype(jnp.float32)
-    pools = [jnp.nan_to_num(x).astype(jnp.float32) for x in (arrays.k_pool, arrays.v_pool)]
-    with jax.default_matmul_precision("highest"):
-        want = attend(*(x.astype(jnp.float32) for x in (q, k, v)), *pools, table, context, None)
-    assert float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)) < 3e-3
 
 
 def with_kernels(monkeypatch):

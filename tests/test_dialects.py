@@ -274,9 +274,9 @@ class Drafts:
         return getattr(self.programs, name)
 
     def propose(self, *args):
-        proposal = self.programs.propose(*args)
+        pools, proposal = self.programs.propose(*args)
         self.seen |= set(np.asarray(proposal.tokens).ravel().tolist())
-        return proposal
+        return pools, proposal
 
 
 @pytest.fixture(scope="module")

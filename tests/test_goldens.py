@@ -135,10 +135,10 @@ class Recorder:
                 call = (pool, outputs[-1], token, rows.position, args.table, chain)
                 outputs.append(chain_step(model, view, config, *call))
             return jnp.stack(outputs, axis=1)
-        return block_hidden(model, view, config, pool, rows.anchor, rows.position, args.table, size)
+        return block_hidden(model, view, config, pool, rows.anchor, rows.position, args.table, size)[0]
 
     def propose(self, shape, pools, slots, args, tables):
-        proposal = self.programs.propose(shape, pools, slots, args, tables)
+        pools, proposal = self.programs.propose(shape, pools, slots, args, tables)
         step = args.unpack(*args.arrays)
         rows = slots.take(step)
         self.steps.append(
@@ -149,7 +149,7 @@ class Recorder:
                 "hidden": np.asarray(self.hidden(pools.drafter, slots, step))[0],
             }
         )
-        return proposal
+        return pools, proposal
 
     def verify(self, shape, pools, slots, args, proposal, tables, mask):
         pools, slots, tables, packet = self.programs.verify(shape, pools, slots, args, proposal, tables, mask)

@@ -116,7 +116,7 @@ def test_a_block_sees_what_its_layers_windows_hold(whole, tmp_path, rng, kind, k
     def ours():
         filled = inject(model, settings, pool, jnp.asarray(features), batch)
         anchor, position = jnp.full(1, 3, jnp.int32), jnp.full(1, CONTEXT, jnp.int32)
-        return block_hidden(model, view, settings, filled, anchor, position, table, settings.block_size)
+        return block_hidden(model, view, settings, filled, anchor, position, table, settings.block_size)[0]
 
     np.testing.assert_allclose(ours()[0], want[-settings.block_size :], atol=2e-4, rtol=2e-4)
 

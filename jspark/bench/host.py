@@ -97,7 +97,7 @@ class StandIns(Programs):
 
     def propose(
         self, shape: ProposeShape, pools: Pools, slots: SlotTable, args: PackedArgs, tables: Tables
-    ) -> Proposal:
+    ) -> tuple[Pools, Proposal]:
         """The same block every time."""
         size = self.spec.block_size
         confidence = self._rng.normal(1.5, 1.0, (shape.rows, size)).astype(np.float32)
@@ -106,7 +106,7 @@ class StandIns(Programs):
             return Proposal(jnp.zeros((shape.rows, size), jnp.int32), jnp.asarray(confidence), None)
 
         call = (self._drafter, self._vocabulary, pools.drafter, slots, args.words, args.table, tables)
-        return self._run(shape, run, (), self._replicated, *call)
+        return pools, self._run(shape, run, (), self._replicated, *call)
 
     def verify(
         self,

@@ -6,13 +6,12 @@ from jspark.pallas.ragged_attention.dispatch import (
     Backend,
     Plan,
     attend,
-    block_attend,
+    block_segments,
     choose_all,
-    make_block_plan,
     make_plan,
     versions,
 )
-from jspark.pallas.ragged_attention.reference import Tiles, ragged_attention
+from jspark.pallas.ragged_attention.reference import Tiles, block_attention, ragged_attention
 from jspark.pallas.ragged_attention.segments import HeadShape, Segments
 
 __all__ = [
@@ -24,9 +23,9 @@ __all__ = [
     "Segments",
     "Tiles",
     "attend",
-    "block_attend",
+    "block_attention",
+    "block_segments",
     "choose_all",
-    "make_block_plan",
     "make_plan",
     "ragged_attention",
     "versions",

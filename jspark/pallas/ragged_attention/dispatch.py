@@ -114,18 +114,15 @@ def choose_all(
 
     Raises UserError as `choose` does; the version asked for need not serve chunks or blocks.
     """
+
+    def chosen(heads: HeadShape, max_rows: int, causal: bool) -> Backend:
+        serves = wanted in versions(platform, heads, max_rows, causal)
+        return choose(wanted if serves else "auto", platform, heads, max_rows, causal)
+
     verify = choose(wanted, platform, target, width, True)
-    # Of the kernels, Triton's alone computes draft blocks; Mosaic's may leave chunks to it.
-    serves_chunks = wanted in versions(platform, target, chunk, True)
-    prefill = choose(wanted if serves_chunks else "auto", platform, target, chunk, True)
-    blocks = drafter is None or "triton" in versions(platform, drafter, width, False)
-    if "xla" in (verify, prefill):
-        return REFERENCE
-    if not blocks:
-        assert drafter is not None
-        _warn(drafter)
-        return REFERENCE
-    return Attention(verify, prefill, "triton")
+    prefill = chosen(target, chunk, True)
+    draft = verify if drafter is None else chosen(drafter, width, False)
+    return REFERENCE if "xla" in (verify, prefill, draft) else Attention(verify, prefill, draft)
 
 
 @cache
@@ -167,55 +164,10 @@ def make_plan(
     return _kernels()[backend].make_plan(segments, heads, tokens=tokens, causal=causal, window=window, **tuning)
 
 
-def block_attend(
-    q: Float[Array, "r b n d"],
-    k: Float[Array, "r b k d"],
-    v: Float[Array, "r b k d"],
-    k_pool: Float[Array, "pages k p d"],
-    v_pool: Float[Array, "pages k p d"],
-    table: Int[Array, "r n_pages"],
-    context: Int[Array, " r"],
-    plan: Plan,
-    *,
-    window: int | None = None,
-    causal: bool = False,
-) -> Float[Array, "r b n d"]:
-    """Attention of draft blocks, whose own keys and values are in no page (reference.block_attention).
-
-    plan: of `make_block_plan` for the same arguments.
-    """
-    if plan is None:
-        return reference.block_attention(q, k, v, k_pool, v_pool, table, context, window=window, causal=causal)
-    flat_q, *own = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-    segments = block_segments(context, q.shape[1])
-    out = triton.attend(
-        flat_q, k_pool, v_pool, table, segments, plan, causal=causal, window=window, own=(own[0], own[1])
-    )
-    return out.reshape(q.shape)
-
-
 def block_segments(context: Int[Array, " r"], rows: int) -> Segments:
     """Draft blocks of `rows` rows, all of them, behind `context` tokens each."""
     every = jnp.arange(context.shape[0] + 1, dtype=jnp.int32)
     return Segments(every * rows, every[:-1], context + rows, rows)
-
-
-def make_block_plan(
-    backend: Backend,
-    context: Int[Array, " r"],
-    rows: int,
-    heads: HeadShape,
-    *,
-    window: int | None = None,
-    causal: bool = False,
-) -> Plan:
-    """The plan of `block_attend`, for all draft layers alike. Of the kernels only Triton's computes it."""
-    if backend == "xla":
-        return None
-    tokens = context.shape[0] * rows
-    return triton.make_plan(
-        block_segments(context, rows), heads, tokens=tokens, causal=causal, window=window, own=True
-    )
 
 
 def attend(

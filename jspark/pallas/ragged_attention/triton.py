@@ -103,13 +103,11 @@ def make_plan(
     tokens: int,
     causal: bool,
     window: int | None = None,
-    own: bool = False,
     blocks: Blocks | None = None,
 ) -> Plan:
     """Cuts the units of all segments into stretches of equal length.
 
-    tokens: packed rows of the queries. own: keys of the rows themselves come apart (`attend`). blocks: in place of
-    the tuned ones.
+    tokens: packed rows of the queries. blocks: in place of the tuned ones.
     """
     blocks = blocks or blocks_for(heads, segments.max_rows)
     rows = tile_size(heads, segments.max_rows) // heads.group
@@ -117,8 +115,7 @@ def make_plan(
         assert causal
         segments = segments.split(rows, tokens)
     first, last = segments.key_range(window)
-    paged = last - segments.rows if own else last
-    count = jnp.where(last > 0, -(-paged // blocks.n) - jnp.minimum(first, paged) // blocks.n + int(own), 0)
+    count = jnp.where(last > 0, -(-last // blocks.n) - jnp.minimum(first, last) // blocks.n, 0)
     # Sums over comparisons: one fused kernel each, where a scan and a binary search take many.
     tile = jnp.arange(count.shape[0] + 1, dtype=jnp.int32)
     units = jnp.sum(jnp.where(tile[None, :-1] < tile[:, None], count[None, :], 0), axis=1, dtype=jnp.int32)
@@ -150,12 +147,8 @@ def attend(
     causal: bool,
     window: int | None = None,
     scale: float | None = None,
-    own: tuple[Float[Array, "t k d"], Float[Array, "t k d"]] | None = None,
 ) -> Float[Array, "t n d"]:
-    """The op (dispatch.attend) with a plan of `make_plan` for the same segments, `causal` and `window`.
-
-    own: keys and values of the packed rows, which then need not be in the pages; at most 64 rows a segment.
-    """
+    """The op (dispatch.attend) with a plan of `make_plan` for the same segments, `causal` and `window`."""
     import jax_triton  # pyright: ignore[reportMissingImports]
 
     from jspark.pallas.ragged_attention import triton_kernels as kernels
@@ -171,7 +164,6 @@ def attend(
         q,
         k_pool,
         v_pool,
-        *(own or (q, q)),
         table,
         tiles.start,
         tiles.row,
@@ -197,7 +189,6 @@ def attend(
         CAUSAL=causal,
         WINDOW=window or 0,
         TWO_LOOPS=blocks.two_loops and not window,
-        OWN=max(16, 1 << (segments.max_rows - 1).bit_length()) if own else 0,
         ROW_SIZE=1 << (n * d - 1).bit_length(),
         **common,
     )

@@ -9,7 +9,7 @@ computes one stretch of that line: a task that a cut goes through is finished by
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# ruff: noqa: SIM102, SIM108  (a choice at compile time is an if statement of its own in Triton)
+# ruff: noqa: SIM108  (a choice at compile time is an if statement of its own in Triton)
 
 import triton
 import triton.language as tl
@@ -104,8 +104,6 @@ def attend(
     q,
     k,
     v,
-    own_k,
-    own_v,
     table,
     start,
     row,
@@ -129,14 +127,12 @@ def attend(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     TWO_LOOPS: tl.constexpr,
-    OWN: tl.constexpr,
     ROW_SIZE: tl.constexpr,
 ):
     """One stretch of units; whole tasks go to `out` [t, n, D], the rest to slots of `part` [2·programs, M, D].
 
     The slot of a piece is twice its program, and one more where the piece begins its task. `part_level`: base-2
-    logarithm of the weight of each row of a part. With OWN > 0 the keys and values of the rows themselves are not
-    in pages but in own_k and own_v [t, KV heads, D]; they are the last unit of each task, OWN rows at most.
+    logarithm of the weight of each row of a part.
     """
     program = tl.program_id(0)
     m = tl.arange(0, M)
@@ -163,15 +159,10 @@ def attend(
         first = tl.load(start + tile)
         rows = tl.load(start + tile + 1) - first
         keys = tl.load(length + tile)
-        paged = keys
-        paged_end = end
-        if OWN > 0:
-            paged = keys - rows
-            paged_end = tl.minimum(end, count - 1)
         own_table = table + tl.load(row + tile).to(tl.int64) * pages
         skipped = 0
         if WINDOW > 0:
-            skipped = tl.minimum(tl.maximum(keys - rows - WINDOW + 1, 0), paged) // N
+            skipped = tl.minimum(tl.maximum(keys - rows - WINDOW + 1, 0), keys) // N
         token = m // G
         real = token < rows
         at = ((first + token).to(tl.int64) * (KV_HEADS * G) + head * G + m % G) * D
@@ -185,33 +176,18 @@ def attend(
         if TWO_LOOPS:
             # Blocks that every row sees whole need no mask.
             if CAUSAL:
-                whole = tl.minimum((keys - rows + 1) // N, paged // N)
+                whole = tl.minimum((keys - rows + 1) // N, keys // N)
             else:
-                whole = paged // N
-            masked_from = tl.maximum(begin, tl.minimum(paged_end, whole))
+                whole = keys // N
+            masked_from = tl.maximum(begin, tl.minimum(end, whole))
             accumulator, peak, total = _blocks(
-                accumulator, peak, total, queries, k, v, own_table, head, position, paged, begin, masked_from,
+                accumulator, peak, total, queries, k, v, own_table, head, position, keys, begin, masked_from,
                 scale, KV_HEADS, D, PAGE, N, False, CAUSAL, WINDOW,
             )  # fmt: skip
         accumulator, peak, total = _blocks(
-            accumulator, peak, total, queries, k, v, own_table, head, position, paged, skipped + masked_from,
-            skipped + paged_end, scale, KV_HEADS, D, PAGE, N, True, CAUSAL, WINDOW,
+            accumulator, peak, total, queries, k, v, own_table, head, position, keys, skipped + masked_from,
+            skipped + end, scale, KV_HEADS, D, PAGE, N, True, CAUSAL, WINDOW,
         )  # fmt: skip
-        if OWN > 0:
-            if end == count:
-                n = tl.arange(0, OWN)
-                place = ((first + n).to(tl.int64) * KV_HEADS + head) * D
-                there = n < rows
-                block_k = tl.load(own_k + place[None, :] + d[:, None], mask=there[None, :], other=0.0)
-                block_v = tl.load(own_v + place[:, None] + d[None, :], mask=there[:, None], other=0.0)
-                scores = tl.dot(queries, block_k, input_precision="ieee") * scale
-                seen = _seen(paged + n, position, keys, CAUSAL, WINDOW)
-                scores = tl.where(seen, scores, float("-inf"))
-                weights, shrink, peak, total = _weigh(scores, peak, total, True)
-                accumulator = tl.dot(
-                    weights.to(block_v.dtype), block_v, accumulator * shrink[:, None], input_precision="ieee"
-                )
-
         # A part may hold nothing that a row sees: its weight is 0, its level −inf.
         result = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
         if end - begin == count:
