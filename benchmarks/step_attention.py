@@ -18,7 +18,7 @@ import numpy as np
 
 from jspark import weights
 from jspark.axes import single_device_mesh
-from jspark.bench import report
+from jspark.bench import ceilings, report
 from jspark.bench.step import SHAPES
 from jspark.bench.warm_engine import WarmEngine
 from jspark.config import EngineConfig
@@ -64,7 +64,18 @@ def timed(launch, slots):
     return statistics.median(seconds) * 1e3
 
 
-def measure(name, counts, mesh):
+def floors(target, drafter, rows, limits):
+    """Milliseconds below which the two programs cannot be done, whatever computes the attention."""
+    full = ceilings.target_pass(*target, rows=rows, tokens=rows * (BLOCK + 1), context=CONTEXT)
+    full += ceilings.inject_pass(drafter[0], tokens=rows * (BLOCK + 1))
+    block = ceilings.propose_pass(*drafter, target[0], rows=rows, block_size=BLOCK, context=CONTEXT)
+    return {
+        "propose_floor_ms": limits.floor(block).seconds * 1e3,
+        "verify_floor_ms": limits.floor(full).seconds * 1e3,
+    }
+
+
+def measure(name, counts, mesh, limits):
     """Rows of the record: one shape, each count of rows with each backend."""
     config, dtype = SHAPES[name], jnp.dtype("bfloat16")
     target = (weights.random_decoder(config, dtype, mesh), config)
@@ -90,7 +101,7 @@ def measure(name, counts, mesh):
                 lambda s, x=launches, a=args, p=proposal, t=tokens: x.verify(t, s, a, p), launches.slots
             ),
             "compile_seconds": compiling,
-        }
+        } | floors(target, drafter, rows, limits)
         results.append(row)
         print(row, flush=True)
     return results
@@ -103,10 +114,15 @@ def main() -> None:
     record = report.describe(
         "step_attention", " ".join(["python benchmarks/step_attention.py", *sys.argv[1:]]), mesh
     )
+    limits = ceilings.measure(mesh, "bfloat16")
     results = []
     for name, counts in GROUPS:
-        results += measure(name, counts, mesh)
+        results += measure(name, counts, mesh, limits)
     record["results"] = {"context": CONTEXT, "block_size": BLOCK, "steps": STEPS, "programs": results}
+    record["results"]["ceilings"] = {
+        "read_bytes_per_second": limits.read_bandwidth,
+        "matmul_flops_per_second": limits.matmul_rate,
+    }
 
     report.save(record, output, lambda axes: draw(results, axes))
 

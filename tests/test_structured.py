@@ -1,5 +1,6 @@
 """Constrained decoding through the engine: answers always fit, and speculation changes nothing about them."""
 
+import gc
 import itertools
 import json
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pydantic_core
 import pytest
 from json_schemas import random_schema
 from scipy import stats
-from support import GOLDENS, drafter, full_logits, make_engine, prompts, row_sampling, run, target
+from support import GOLDENS, drafter, forget_programs, full_logits, make_engine, prompts, row_sampling, run, target
 from test_grammar import EOS, tokenizer_of
 from test_lossless import DRAFTERS, Erratic, random_engine, random_requests
 from text_model import text_model
@@ -47,6 +48,15 @@ CONSTRAINTS: list[dict[str, Any]] = [
     {"json": {"type": "array", "items": {"enum": ["a", "é", 1]}, "maxItems": 6}},
     {"grammar": 'start: "[" (WORD ",")* WORD "]"\nWORD: /[a-zA-Z0-9]{1,8}/'},
 ]
+
+
+@pytest.fixture(autouse=True)
+def _programs_end_with_a_slow_case(request):
+    """A slow case compiles so many that those of several do not fit beside each other (see conftest.py)."""
+    yield
+    if request.node.get_closest_marker("slow"):
+        forget_programs()
+        gc.collect()
 
 
 @pytest.fixture(scope="module")
