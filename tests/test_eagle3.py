@@ -162,7 +162,7 @@ def test_two_rows_are_injected_and_drafted_as_the_model_says(tmp_path, rng, flag
         position = jnp.asarray(counts, jnp.int32)
         call = (filled, carried, position, table, rows)
         size = {"block_size": 4, "sampled": False, "filtered": False, "keep_q": True}
-        return carried, propose(model, view, settings, *call, **size)
+        return carried, propose(model, view, settings, *call, **size)[0]
 
     carried, proposal = ours()
     for r in range(2):
