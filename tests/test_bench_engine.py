@@ -32,7 +32,7 @@ def test_workloads_are_all_different():
 
 
 def trace(tmp_path, *kernels):
-    """Events of a trace file: kernels as (pid, tid, begin µs, duration µs), on a host and two devices."""
+    """Events of a trace file: kernels as (pid, tid, begin µs, duration µs, launch), on a host and two devices."""
     names = [(1, "/host:CPU"), (2, "/device:GPU:0"), (3, "/device:GPU:1")]
     threads = [
         (1, 1, "python"),
@@ -43,7 +43,9 @@ def trace(tmp_path, *kernels):
     threads += [(3, 1, "Stream #13(Compute)")]
     events = [{"ph": "M", "pid": p, "name": "process_name", "args": {"name": n}} for p, n in names]
     events += [{"ph": "M", "pid": p, "tid": t, "name": "thread_name", "args": {"name": n}} for p, t, n in threads]
-    events += [{"ph": "X", "pid": p, "tid": t, "ts": ts, "dur": d, "name": "k"} for p, t, ts, d in kernels]
+    for p, t, ts, d, *launch in kernels:
+        args = {"args": {"correlation_id": launch[0]}} if launch else {}
+        events.append({"ph": "X", "pid": p, "tid": t, "ts": ts, "dur": d, "name": "k", **args})
     file = tmp_path / "host.trace.json.gz"
     with gzip.open(file, "wt", encoding="utf-8") as out:
         json.dump({"displayTimeUnit": "ns", "traceEvents": [*events, {}]}, out)
@@ -54,13 +56,12 @@ def test_a_device_is_busy_where_any_of_its_streams_is(tmp_path):
     events = trace(
         tmp_path,
         (1, 1, 0, 5000),  # the host
-        (2, 9, 100, 160),  # a line that groups kernels: programs
-        (2, 9, 275, 325),
-        (2, 1, 100, 100),
-        (2, 2, 150, 100),  # overlaps, and ends later
-        (2, 1, 160, 10),
-        (2, 1, 300, 200),
-        (2, 1, 510, 90),
+        (2, 9, 100, 900),  # a line that groups kernels
+        (2, 1, 100, 100, "7"),
+        (2, 2, 150, 100, "8"),  # overlaps, and ends later
+        (2, 1, 160, 10, "7"),
+        (2, 1, 300, 200, "9"),
+        (2, 1, 510, 90, "9"),  # of the same graph
         (3, 1, 0, 9999),  # another device
     )
     found = device_time(events)
@@ -69,15 +70,12 @@ def test_a_device_is_busy_where_any_of_its_streams_is(tmp_path):
     assert found.busy == pytest.approx(440e-6)
     assert found.gaps == pytest.approx((50e-6, 10e-6))
     assert found.idle_share == pytest.approx(0.12)
-    assert found.between == pytest.approx(15e-6)
-    assert found.between_share == pytest.approx(0.03)
+    assert found.between == pytest.approx(50e-6)
+    assert found.between_share == pytest.approx(0.1)
 
 
 def test_a_trace_without_kernels_says_nothing(tmp_path):
     assert device_time(trace(tmp_path, (1, 1, 0, 5000))) is None
-    kernels = device_time(trace(tmp_path, (2, 1, 0, 10), (2, 1, 20, 10)))
-    assert kernels is not None
-    assert (kernels.between, kernels.between_share) == (None, None)
 
 
 def step(collected, request, count, window, prefill=0, accepted=None, position=10, tier=8):

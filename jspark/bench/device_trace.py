@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import itertools
 import json
 import tempfile
 from collections.abc import Iterator
@@ -23,14 +24,14 @@ import numpy as np
 class DeviceTime:
     """Between the begin of a device's first kernel and the end of its last, in seconds.
 
-    gaps: the device's pauses, longest first. idle_share: their sum over span. between: the part of it in which no
-    program was under way, None where the trace has no line of programs; the rest lies between a program's kernels.
+    gaps: the device's pauses, longest first. idle_share: their sum over span. between: the part of it that lies
+    between two launches; the rest lies between the kernels of one, a CUDA graph.
     """
 
     span: float
     busy: float
     gaps: tuple[float, ...]
-    between: float | None = None
+    between: float
 
     @property
     def idle_share(self) -> float:
@@ -38,9 +39,9 @@ class DeviceTime:
         return 1 - self.busy / self.span if self.span else 0.0
 
     @property
-    def between_share(self) -> float | None:
-        """The share of the span in which no program was under way."""
-        return None if self.between is None else self.between / self.span if self.span else 0.0
+    def between_share(self) -> float:
+        """The share of the span that lies between two launches."""
+        return self.between / self.span if self.span else 0.0
 
 
 @dataclass
@@ -74,8 +75,8 @@ def device_time(events: list[dict[str, Any]]) -> DeviceTime | None:
     """Busy and idle time of the first device that ran kernels; None without one.
 
     Kernels are the complete events ("X", with `ts` and `dur` in microseconds) on the stream lines of processes
-    named "/device:…". Streams run side by side, so what counts is the union of their events. Of the lines that
-    only group kernels, "XLA Modules" tells which time belongs to no program.
+    named "/device:…". Streams run side by side, so what counts is the union of their events. Lines that only group
+    kernels (modules, steps, source) are left out. What was launched together has the same `correlation_id`.
     """
     processes, threads = {}, {}
     for event in events:
@@ -83,29 +84,24 @@ def device_time(events: list[dict[str, Any]]) -> DeviceTime | None:
             processes[event["pid"]] = event["args"]["name"]
         elif event.get("ph") == "M" and event.get("name") == "thread_name":
             threads[event["pid"], event["tid"]] = event["args"]["name"]
-    kernels: dict[Any, list[tuple[float, float]]] = {}
-    programs: dict[Any, list[tuple[float, float]]] = {}
+    lines: dict[Any, list[tuple[float, float, str]]] = {}
     for event in events:
         if event.get("ph") != "X":
             continue
         pid = event["pid"]
-        if not processes.get(pid, "").startswith("/device:"):
-            continue
-        line = threads.get((pid, event.get("tid")), "")
-        if line.startswith("Stream") or line == "XLA Modules":
-            kind = kernels if line.startswith("Stream") else programs
-            kind.setdefault(pid, []).append((event["ts"], event["ts"] + event.get("dur", 0.0)))
-    if not kernels:
+        device = processes.get(pid, "").startswith("/device:")
+        if device and threads.get((pid, event.get("tid")), "").startswith("Stream"):
+            launch = str(event.get("args", {}).get("correlation_id", ""))
+            lines.setdefault(pid, []).append((event["ts"], event["ts"] + event.get("dur", 0.0), launch))
+    if not lines:
         return None
-    first = min(kernels)
-    span, pauses = _pauses(kernels[first])
-    between = float(_pauses(programs[first])[1].sum()) * 1e-6 if first in programs else None
+    kernels = sorted(lines[min(lines)])
+    begins, ends = (np.array([k[i] for k in kernels]) for i in (0, 1))
+    reached = np.maximum.accumulate(ends)
+    # A pause lies before every event that begins after all earlier ones have ended.
+    pauses = np.maximum(begins[1:] - reached[:-1], 0.0)
+    other = np.array([not a[2] or a[2] != b[2] for a, b in itertools.pairwise(kernels)], bool)
+    span = float(reached[-1] - begins[0])
     gaps = tuple(sorted((float(p) * 1e-6 for p in pauses if p > 0), reverse=True))
-    return DeviceTime(span * 1e-6, (span - float(pauses.sum())) * 1e-6, gaps, between)
-
-
-def _pauses(stretches: list[tuple[float, float]]) -> tuple[float, np.ndarray]:
-    """(from the first begin to the last end, time between each stretch's begin and the end of all before it)."""
-    ordered = np.array(sorted(stretches))
-    reached = np.maximum.accumulate(ordered[:, 1])
-    return float(reached[-1] - ordered[0, 0]), np.maximum(ordered[1:, 0] - reached[:-1], 0.0)
+    busy, between = span - float(pauses.sum()), float(pauses[other].sum())
+    return DeviceTime(span * 1e-6, busy * 1e-6, gaps, between * 1e-6)

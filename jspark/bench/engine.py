@@ -344,7 +344,7 @@ def summary(turns: Sequence[Turn], whole: bool, device: DeviceTime | None) -> re
         else {
             "span_seconds": device.span,
             "idle_share": device.idle_share,
-            "between_programs_share": device.between_share,
+            "between_launches_share": device.between_share,
             "longest_pauses_ms": [g * 1e3 for g in device.gaps[:_GAPS]],
         },
     }

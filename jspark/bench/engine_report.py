@@ -36,7 +36,7 @@ def show(results: report.Record) -> None:
                     _number(arm["step_ms"], ".1f"),
                     f"{arm['host_share']:.1%}",
                     _number(device and device["idle_share"], ".1%"),
-                    _number(device and device["between_programs_share"], ".1%"),
+                    _number(device and device["between_launches_share"], ".1%"),
                 ]
             )
         title = f"concurrency {cell['concurrency']}, temperature {cell['temperature']:g}"
@@ -48,7 +48,7 @@ def show(results: report.Record) -> None:
 def _notes(results: report.Record) -> list[str]:
     notes = [
         "each: tokens/s of a request, median; used: accepted drafts over those of whole blocks; idle: the device, "
-        "and between two programs"
+        "and between two launches"
     ]
     if not results["complete"]:
         notes.append("interrupted, or out of time: not all cells were measured")
