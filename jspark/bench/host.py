@@ -106,7 +106,7 @@ class StandIns(Programs):
             return Proposal(jnp.zeros((shape.rows, size), jnp.int32), jnp.asarray(confidence), None)
 
         call = (self._drafter, self._vocabulary, pools.drafter, slots, args.words, args.table, tables)
-        return pools, self._run(shape, run, (), self._replicated, *call)
+        return pools, self._run(shape, run, (), lambda: self._replicated, *call)
 
     def verify(
         self,
@@ -125,7 +125,9 @@ class StandIns(Programs):
         def run(target, drafter, pools, slots, tables, *_):
             return pools, slots, tables, jnp.zeros(layout.size, jnp.int32)
 
-        placement = (jax.tree.map(lambda x: x.sharding, pools), *(self._replicated,) * 3)
+        def placement() -> Any:
+            return jax.tree.map(lambda x: x.sharding, pools), *(self._replicated,) * 3
+
         call = (self._target, self._drafter, pools, slots, tables, args.arrays, proposal, self._sts, mask)
         *state, words = self._run(shape, run, (2, 3, 4), placement, *call)
         return *state, _Counted(words, layout, self._count(args, size))
@@ -148,10 +150,10 @@ class StandIns(Programs):
             "confidence": confidence,
         }
 
-    def _run(self, key: Any, function: Callable, donated: tuple[int, ...], placement: Any, *args: Any) -> Any:
+    def _run(self, key: Any, function: Callable, donated: tuple[int, ...], placement: Callable, *args: Any) -> Any:
         program = self._stand_ins.get(key)
         if program is None:
-            jitted = jax.jit(function, donate_argnums=donated, out_shardings=placement, keep_unused=True)
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=placement(), keep_unused=True)
             program = self._stand_ins[key] = jitted.lower(*args).compile()
         return self._launch(program, *args)
 
