@@ -136,12 +136,10 @@ def test_triton_compiles_for_hopper(head_dim, group, max_rows):
     constants = {
         "KV_HEADS": 2, "G": group, "D": head_dim, "PAGE": 64, "N": blocks.n, "CAUSAL": True,
         "M": triton.tile_size(heads, max_rows), "WINDOW": 0, "TWO_LOOPS": blocks.two_loops,
-        "OWN": 0, "ROW_SIZE": 2048,
+        "ROW_SIZE": 2048,
     }  # fmt: skip
     scalars = {"tokens": "i32", "tiles": "i32", "pages": "i32", "scale": "fp32"}
-    tensors = dict.fromkeys(("q", "k", "v", "own_k", "own_v", "out"), "*bf16") | dict.fromkeys(
-        ("part", "part_level"), "*fp32"
-    )
+    tensors = dict.fromkeys(("q", "k", "v", "out"), "*bf16") | dict.fromkeys(("part", "part_level"), "*fp32")
     names = kernels.attend.arg_names
     signature = {n: "constexpr" if n in constants else (scalars | tensors).get(n, "*i32") for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
