@@ -124,18 +124,16 @@ def inject(
     embedded, x = vocabulary.embed(following), drafter.fuse(features)
     positions, tiles = batch.positions, batch.tiles
     rotary = Rotary(b.rope, b.head_dim, b.max_position, positions)
-    keys, values = list(pool.k), list(pool.v)
     for i, block in enumerate(drafter.layers):
         y, residual = drafter.inputs(i, embedded, x)
         k, v = block.attn.keys_values(y, rotary)
-        keys[i] = kv.write(keys[i], batch.page, batch.offset, k)
-        values[i] = kv.write(values[i], batch.page, batch.offset, v)
+        pool = pool.write(i, batch.page, batch.offset, k, v)
         if i == b.num_layers - 1:
             # Nothing reads the last layer's output but what is carried.
             y, residual, positions = y[last], residual[last], positions[last]
             rotary = Rotary(b.rope, b.head_dim, b.max_position, positions)
             tiles = (Tiles(every[:, None], every),)
         q = block.attn.queries(y, rotary)
-        seen = ragged_attention(q, keys[i], values[i], batch.table, positions, tiles, window=b.window(i))
+        seen = ragged_attention(q, pool.k[i], pool.v[i], batch.table, positions, tiles, window=b.window(i))
         x = block.finish(residual, seen)
-    return kv.Pool(tuple(keys), tuple(values)), x
+    return pool, x

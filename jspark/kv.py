@@ -37,6 +37,20 @@ class Pool:
         """Bytes held on all devices together."""
         return sum(x.nbytes for x in (*self.k, *self.v))
 
+    def write(
+        self,
+        layer: int,
+        pages: Int[Array, " t"],
+        offsets: Int[Array, " t"],
+        k: Float[Array, "t k d"],
+        v: Float[Array, "t k d"],
+    ) -> Pool:
+        """The pool with rows of one layer at (page, offset)."""
+        keys, values = list(self.k), list(self.v)
+        keys[layer] = write(keys[layer], pages, offsets, k)
+        values[layer] = write(values[layer], pages, offsets, v)
+        return Pool(tuple(keys), tuple(values))
+
 
 def make_pool(config: DecoderConfig, pages: int, page_size: int, dtype, mesh: Mesh) -> Pool:
     """An empty pool of `pages` pages (the bin included), sharded by KV head where the mesh allows."""

@@ -70,22 +70,20 @@ def block_hidden(
     positions = position[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]
     b = config.backbone
     rotary = Rotary(b.rope, b.head_dim, b.max_position, positions)
-    paged = (
-        None if attention == "xla" else _Paged(config, pool, attention, position, positions, table, x.dtype.name)
-    )
+    if attention == "xla":
+        attend_layer = _beside_pages(config, position, table)
+    else:
+        attend_layer = _in_pages(config, attention, pool, position, positions, table, x.dtype.name)
     for i in range(b.num_layers):
-        window, causal = _sight(config, i)
         layer = drafter.layers.layer(i)
-        q, k, v = layer.qkv(x, rotary)
-        if paged is not None:
-            attended = paged(i, q, k, v)
-        else:
-            attended = block_attention(
-                q, k, v, pool.k[i], pool.v[i], table, position, window=window, causal=causal
-            )
+        attended, pool = attend_layer(i, pool, *layer.qkv(x, rotary))
         x = layer.finish(x, attended)
     hidden = drafter.norm(x[:, rows - block_size :])
-    return hidden, None if paged is None else kv.Pool(tuple(paged.keys), tuple(paged.values))
+    return hidden, None if attention == "xla" else pool
+
+
+#: Layer, pool, queries, keys and values of the block [r, b, …] → what the queries attend to, and the pool.
+_AttendLayer = Callable[[int, kv.Pool, Array, Array, Array], tuple[Array, kv.Pool]]
 
 
 def _sight(config: DrafterConfig, layer: int) -> tuple[int | None, bool]:
@@ -94,48 +92,50 @@ def _sight(config: DrafterConfig, layer: int) -> tuple[int | None, bool]:
     return window, window is not None and config.causal_windows
 
 
-class _Paged:
-    """Attention of draft blocks by a kernel; plans are made once, for all layers alike."""
+def _beside_pages(config: DrafterConfig, position: Int[Array, " r"], table: Int[Array, "r p"]) -> _AttendLayer:
+    """XLA's way: the block's keys and values are taken as they are."""
 
-    def __init__(
-        self,
-        config: DrafterConfig,
-        pool: kv.Pool,
-        attention: Backend,
-        position: Int[Array, " r"],
-        positions: Int[Array, "r b"],
-        table: Int[Array, "r p"],
-        dtype: str,
-    ):
-        b, size = config.backbone, pool.k[0].shape[2]
-        self._config, self._table = config, table
-        self.keys, self.values = list(pool.k), list(pool.v)
-        index = positions // size
-        own = jnp.take_along_axis(table, jnp.minimum(index, table.shape[1] - 1), axis=1)
-        self._page = jnp.where(index < table.shape[1], own, kv.BIN).reshape(-1)
-        self._offset = (positions % size).reshape(-1)
-        self._segments = block_segments(position, positions.shape[1])
-        heads = HeadShape(b.num_heads, b.num_kv_heads, b.head_dim, size, dtype)
-        self._plans = {
-            (window, causal): make_plan(
-                attention, self._segments, heads, tokens=positions.size, causal=causal, window=window
-            )
-            for window, causal in {_sight(config, i) for i in range(b.num_layers)}
-        }
+    def attend_layer(i: int, pool: kv.Pool, q: Array, k: Array, v: Array) -> tuple[Array, kv.Pool]:
+        window, causal = _sight(config, i)
+        own = block_attention(q, k, v, pool.k[i], pool.v[i], table, position, window=window, causal=causal)
+        return own, pool
 
-    def __call__(
-        self, i: int, q: Float[Array, "r b n d"], k: Float[Array, "r b k d"], v: Float[Array, "r b k d"]
-    ) -> Float[Array, "r b n d"]:
-        """What the rows of layer i attend to."""
-        q_rows, k_rows, v_rows = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-        self.keys[i] = kv.write(self.keys[i], self._page, self._offset, k_rows)
-        self.values[i] = kv.write(self.values[i], self._page, self._offset, v_rows)
-        window, causal = _sight(self._config, i)
-        plan = self._plans[window, causal]
-        out = attend(
-            q_rows, self.keys[i], self.values[i], self._table, self._segments, plan, causal=causal, window=window
+    return attend_layer
+
+
+def _in_pages(
+    config: DrafterConfig,
+    attention: Backend,
+    pool: kv.Pool,
+    position: Int[Array, " r"],
+    positions: Int[Array, "r b"],
+    table: Int[Array, "r p"],
+    dtype: str,
+) -> _AttendLayer:
+    """A kernel's way: they are written first. Plans are made once, for all layers alike."""
+    b, size = config.backbone, pool.k[0].shape[2]
+    index = positions // size
+    own = jnp.take_along_axis(table, jnp.minimum(index, table.shape[1] - 1), axis=1)
+    page = jnp.where(index < table.shape[1], own, kv.BIN).reshape(-1)
+    offset = (positions % size).reshape(-1)
+    segments = block_segments(position, positions.shape[1])
+    heads = HeadShape(b.num_heads, b.num_kv_heads, b.head_dim, size, dtype)
+    plans = {
+        (window, causal): make_plan(
+            attention, segments, heads, tokens=positions.size, causal=causal, window=window
         )
-        return out.reshape(q.shape)
+        for window, causal in {_sight(config, i) for i in range(b.num_layers)}
+    }
+
+    def attend_layer(i: int, pool: kv.Pool, q: Array, k: Array, v: Array) -> tuple[Array, kv.Pool]:
+        rows, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+        pool = pool.write(i, page, offset, k, v)
+        window, causal = _sight(config, i)
+        plan = plans[window, causal]
+        out = attend(rows, pool.k[i], pool.v[i], table, segments, plan, causal=causal, window=window)
+        return out.reshape(q.shape), pool
+
+    return attend_layer
 
 
 def propose(
@@ -199,9 +199,7 @@ def inject(
     b = config.backbone
     context = drafter.context(features)
     rotary = Rotary(b.rope, b.head_dim, b.max_position, batch.positions)
-    keys, values = list(pool.k), list(pool.v)
     for i in range(b.num_layers):
         k, v = drafter.layers.layer(i).attn.keys_values(context, rotary)
-        keys[i] = kv.write(keys[i], batch.page, batch.offset, k)
-        values[i] = kv.write(values[i], batch.page, batch.offset, v)
-    return kv.Pool(tuple(keys), tuple(values))
+        pool = pool.write(i, batch.page, batch.offset, k, v)
+    return pool

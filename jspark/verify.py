@@ -67,16 +67,14 @@ def run_layers(
     x = decoder.embed(batch.tokens)
     outputs = {-1: x}
     attend_layer = _attention(attention, config, pool, batch, x.dtype.name)
-    keys, values = list(pool.k), list(pool.v)
     for i in range(config.num_layers):
         layer = decoder.layers.layer(i)
         q, k, v = layer.qkv(x, rotary)
-        keys[i] = kv.write(keys[i], batch.page, batch.offset, k)
-        values[i] = kv.write(values[i], batch.page, batch.offset, v)
-        attended = attend_layer(q, keys[i], values[i], config.window(i))
+        pool = pool.write(i, batch.page, batch.offset, k, v)
+        attended = attend_layer(q, pool.k[i], pool.v[i], config.window(i))
         x = outputs[i] = layer.finish(x, attended)
     features = jnp.concatenate([outputs[i] for i in feature_layers], axis=-1) if feature_layers else None
-    return x, features, kv.Pool(tuple(keys), tuple(values))
+    return x, features, pool
 
 
 def _attention(

@@ -22,7 +22,6 @@ from support import (
 from jspark import kv
 from jspark.batch import pack
 from jspark.budget import Full, Threshold
-from jspark.checkpoint import open_drafter
 from jspark.config import EngineConfig
 from jspark.eagle import chain_step
 from jspark.engine import Engine
@@ -30,7 +29,6 @@ from jspark.models.eagle3 import Eagle3
 from jspark.propose import block_hidden
 from jspark.request import Request, SamplingParams
 from jspark.verify import forward
-from jspark.weights import load_drafter
 
 TARGETS = ["qwen3_tiny", "qwen3_tiny_tied", "llama_tiny"]
 DSPARK = sorted(p.name for p in GOLDENS.glob("dspark_*") if p.name != "dspark_loss")
@@ -88,13 +86,10 @@ def test_target_greedy_tokens(name):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_of_the_weights(layout, monkeypatch):
-    """Target and drafter in the layouts of CPUs and GPUs: the reference's logits and its speculative tokens."""
+    """Target and drafter in the layouts of CPUs and GPUs: the reference's tokens, in as many steps."""
     monkeypatch.setattr("jspark.weights.layout", lambda mesh, scanned=False: layout)
-    loaded, name = target.__wrapped__("qwen3_tiny"), "dspark_qwen3_tiny_gated_trained"
-    checkpoint = open_drafter(str(GOLDENS / name))
-    model = load_drafter(checkpoint, checkpoint.config, jnp.float32, mesh(), loaded[0])
-    config = EngineConfig(max_running_requests=1, page_size=16, context_length=128, chunked_prefill_size=16)
-    engine = make_engine(config, loaded, (model, checkpoint.config))
+    name = "dspark_qwen3_tiny_gated_trained"
+    engine = engines(name, target.__wrapped__("qwen3_tiny"), drafter.__wrapped__(name))
     _, outputs = arrays(name)
     for i, prompt in enumerate(prompts(name)[:2]):
         want = outputs[f"p{i}_output_ids"][len(prompt) :].tolist()
@@ -171,10 +166,11 @@ def record(engine: Engine, name: str, prompt, stop: tuple[int, ...], new: int) -
     return result, recorder.steps
 
 
-def engines(name: str) -> Engine:
+def engines(name: str, *models) -> Engine:
+    """models: target and drafter, where they are loaded anew."""
     # Pages of 16 and chunks of 16: contexts cross pages, prompts cross chunks.
     config = EngineConfig(max_running_requests=1, page_size=16, context_length=128, chunked_prefill_size=16)
-    return make_engine(config, target("qwen3_tiny"), drafter(name))
+    return make_engine(config, *(models or (target("qwen3_tiny"), drafter(name))))
 
 
 @pytest.mark.parametrize("name", DSPARK)

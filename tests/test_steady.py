@@ -3,7 +3,6 @@
 import jax
 from support import drafter, make_engine, mesh, target
 
-from jspark.adjust import empty_tables
 from jspark.config import EngineConfig
 from jspark.shapes import VerifyShape
 from jspark.steady import keep_holes
@@ -21,16 +20,17 @@ def test_layers_read_no_argument_that_changes_with_every_step():
     """All but the pools and weights are read once, at the begin: the rest reads what came of them."""
     config = EngineConfig(max_running_requests=4, page_size=16, context_length=128)
     engine = make_engine(config, target("qwen3_tiny"), drafter("dspark_qwen3_tiny_vanilla"))
-    programs, rows = engine.programs, 4
-    pools, slots, blank = programs._expected
-    shape = VerifyShape(rows, engine.arguments.page_steps[-1], Sampling(), 32, True, None)
-    args = blank(shape)
+    programs, called, ready = engine.programs, {}, engine.programs._ready
+
+    def watched(key, function, donated, placement, *args):
+        called[key] = function, args
+        return ready(key, function, donated, placement, *args)
+
+    programs._ready = watched
+    shape = VerifyShape(4, engine.arguments.page_steps[-1], Sampling(), 32, True, None)
     programs.compile(shape)
-    assert shape.propose is not None
-    proposal = programs._proposals[shape.propose]
-    tables = empty_tables(slots.words.shape[0] - 1, target("qwen3_tiny")[1].vocab_size)
-    tables = tables.only(penalties=False, steering=False)
-    run, _, _, *call = programs._verify(shape, pools, slots, args, proposal, tables, None)
+    run, call = called[shape]
+    args = engine.arguments.blank(shape)
     program = jax.make_jaxpr(run)(*call).jaxpr
     shapes = jax.tree.map(jax.numpy.shape, jax.tree.leaves(call))
     assert shapes.count(args.table.shape) == 1

@@ -75,6 +75,11 @@ class Joined(nnx.Module):
         return jnp.split(y, np.cumsum(self.widths)[:-1].tolist(), axis=-1)
 
 
+def _each(x: Float[Array, "*b i"], joined: Joined | None, *apart: Linear | None) -> list[Float[Array, "*b o"]]:
+    """Several projections of x, from whichever of the two layouts is there."""
+    return joined(x) if joined is not None else [linear(x) for linear in apart if linear is not None]
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last dimension, computed in float32."""
 
@@ -229,12 +234,7 @@ class Attention(nnx.Module):
         self, x: Float[Array, "*b h"], rotary: Rotary
     ) -> tuple[Float[Array, "*b k d"], Float[Array, "*b k d"]]:
         """Normed and rotated keys, and values: what a cache holds."""
-        if self.kv is not None:
-            k, v = self.kv(x)
-        else:
-            assert self.k is not None
-            assert self.v is not None
-            k, v = self.k(x), self.v(x)
+        k, v = _each(x, self.kv, self.k, self.v)
         return self._finished(k, self.k_norm, rotary), self._heads(v)
 
     def all(
@@ -266,12 +266,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*b h"]) -> Float[Array, "*b h"]:
         """down(silu(gate(x)) · up(x))."""
-        if self.gate_up is not None:
-            gate, up = self.gate_up(x)
-        else:
-            assert self.gate is not None
-            assert self.up is not None
-            gate, up = self.gate(x), self.up(x)
+        gate, up = _each(x, self.gate_up, self.gate, self.up)
         return self.down(jax.nn.silu(gate) * up)
 
 

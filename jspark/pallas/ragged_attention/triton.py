@@ -115,7 +115,7 @@ def make_plan(
         assert causal
         segments = segments.split(rows, tokens)
     first, last = segments.key_range(window)
-    count = jnp.where(last > 0, -(-last // blocks.n) - jnp.minimum(first, last) // blocks.n, 0)
+    count = -(-last // blocks.n) - first // blocks.n
     # Sums over comparisons: one fused kernel each, where a scan and a binary search take many.
     tile = jnp.arange(count.shape[0] + 1, dtype=jnp.int32)
     units = jnp.sum(jnp.where(tile[None, :-1] < tile[:, None], count[None, :], 0), axis=1, dtype=jnp.int32)

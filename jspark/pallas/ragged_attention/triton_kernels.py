@@ -162,7 +162,7 @@ def attend(
         own_table = table + tl.load(row + tile).to(tl.int64) * pages
         skipped = 0
         if WINDOW > 0:
-            skipped = tl.minimum(tl.maximum(keys - rows - WINDOW + 1, 0), keys) // N
+            skipped = tl.maximum(keys - rows - WINDOW + 1, 0) // N
         token = m // G
         real = token < rows
         at = ((first + token).to(tl.int64) * (KV_HEADS * G) + head * G + m % G) * D
@@ -176,7 +176,7 @@ def attend(
         if TWO_LOOPS:
             # Blocks that every row sees whole need no mask.
             if CAUSAL:
-                whole = tl.minimum((keys - rows + 1) // N, keys // N)
+                whole = (keys - rows + 1) // N
             else:
                 whole = keys // N
             masked_from = tl.maximum(begin, tl.minimum(end, whole))
