@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from jspark.cost import CostFigures, CostTable
 from jspark.errors import UserError
 from jspark.intake import SlotTables, check_ids
 from jspark.landing import fetch, fetch_later
+from jspark.launcher import Launcher
 from jspark.mask import Mask, host_mask, mask_size
 from jspark.models.any_drafter import AnyDrafter
 from jspark.models.decoder import Decoder
@@ -39,7 +41,7 @@ from jspark.results import Flight, record, take_in
 from jspark.scheduler import Running, Scheduler, Work
 from jspark.shapes import VerifyShape, at_least
 from jspark.sizing import attention, least_tokens, run_time_block_size, sized
-from jspark.state import empty_slots
+from jspark.state import PackedArgs, PackedPacket, empty_slots
 from jspark.step import Pools, Sampling, Spec
 from jspark.step_cost import StepCost
 
@@ -119,6 +121,8 @@ class Engine:
             config.overlap if config.overlap is not None else self.mesh.devices.flat[0].platform != "cpu"
         )
         self._flights: deque[Flight] = deque()
+        # Pools, slots and tables belong to what it runs.
+        self._launcher = Launcher()
         #: Figures of the requests that have ended.
         self.totals = Stats()
         self._step = 0
@@ -246,7 +250,9 @@ class Engine:
             if request.grammar and running.matcher is None:
                 running.matcher = request.grammar.matcher()
             self._planner.admit(running)
-            self._tables.admit(request, running.tokens[len(request.prompt) :], running.slot)
+            if request.params.penalized or request.steered:
+                output = running.tokens[len(request.prompt) :]
+                self._launch(self._tables.admit, request, output, running.slot).result()
 
     def _dispatch(self) -> tuple[Flight | None, list[Update]]:
         """The step that was dispatched, if any, and the results of earlier ones that had to be known for it."""
@@ -279,16 +285,13 @@ class Engine:
         )
         shape = self.programs.choose(wanted, [c.stop - c.start for c in work.chunks])
         args = self.arguments.step(work, shape, plan)
-        tables = self._tables.take(penalties=shape.sampling.penalties, steering=shape.sampling.steering)
-        proposal = None
-        if shape.propose is not None:
-            self._pools, proposal = self.programs.propose(shape.propose, self._pools, self._slots, args, tables)
-        mask, updates = self._mask(work, shape, proposal)
-        self._pools, self._slots, tables, packet = self.programs.verify(
-            shape, self._pools, self._slots, args, proposal, tables, mask
-        )
-        self._tables.update(tables)
-        fetch_later(packet.words)
+        updates: list[Update] = []
+        if shape.masked:
+            proposal = self._launch(self._propose, shape, args).result()
+            mask, updates = self._mask(work, shape, proposal)
+            packet = self._launch(self._verify, shape, args, proposal, mask)
+        else:
+            packet = self._launch(lambda: self._verify(shape, args, self._propose(shape, args), None))
         for running in work.decode:
             running.in_flight += 1
             running.fresh = False
@@ -310,14 +313,36 @@ class Engine:
         )
         return flight, updates
 
-    def _mask(self, work: Work, shape: VerifyShape, proposal: Proposal | None) -> tuple[Mask | None, list[Update]]:
-        """Legal tokens of the rows that have a grammar; None without such rows.
+    def _launch[**P, T](self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Runs `call` after all that was launched before; beside the loop where steps overlap."""
+        return self._launcher.run(self.overlap, call, *args, **kwargs)
+
+    def _propose(self, shape: VerifyShape, args: PackedArgs) -> Proposal | None:
+        """Launches the drafter, if the step drafts."""
+        if shape.propose is None:
+            return None
+        tables = self._tables.take(penalties=shape.sampling.penalties, steering=shape.sampling.steering)
+        self._pools, proposal = self.programs.propose(shape.propose, self._pools, self._slots, args, tables)
+        return proposal
+
+    def _verify(
+        self, shape: VerifyShape, args: PackedArgs, proposal: Proposal | None, mask: Mask | None
+    ) -> PackedPacket:
+        """Launches the target, and the way of the results to the host."""
+        tables = self._tables.take(penalties=shape.sampling.penalties, steering=shape.sampling.steering)
+        self._pools, self._slots, tables, packet = self.programs.verify(
+            shape, self._pools, self._slots, args, proposal, tables, mask
+        )
+        self._tables.update(tables)
+        fetch_later(packet.words)
+        return packet
+
+    def _mask(self, work: Work, shape: VerifyShape, proposal: Proposal | None) -> tuple[Mask, list[Update]]:
+        """Legal tokens of the rows that have a grammar.
 
         The exception to a loop that never waits: a grammar has to take in the tokens of the step before, whose
         results are returned, and to see this step's drafts. Both come to the host while the device drafts.
         """
-        if not shape.masked:
-            return None, []
         updates: list[Update] = []
         if any(r.matcher for r in work.decode):
             updates = [update for flight in self._flights for update in self._collect(flight)]
@@ -334,7 +359,7 @@ class Engine:
 
     def _collect(self, flight: Flight) -> list[Update]:
         """Results of a step: plans and an observer learn of them, then the requests."""
-        packet = flight.packet.host()
+        packet = flight.packet.result().host()
         now = time.perf_counter()
         self._cost.compare(flight, now)
         self._planner.tell(flight, packet)

@@ -6,6 +6,7 @@ Knows: packets on the host and the rows they belong to. Does not know: the loop,
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ class Flight(NamedTuple):
     number: int
     shape: VerifyShape
     dispatched: float
-    packet: PackedPacket
+    packet: Future[PackedPacket]
     rows: list[Running]
     slots: np.ndarray
     admissions: list[int]

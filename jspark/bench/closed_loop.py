@@ -64,7 +64,7 @@ class WatchedEngine(Engine):
 
     def _collect(self, flight: Flight):
         started = time.perf_counter()
-        flight.packet.words.block_until_ready()
+        flight.packet.result().words.block_until_ready()
         self.waited += time.perf_counter() - started
         return super()._collect(flight)
 
