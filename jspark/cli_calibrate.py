@@ -63,7 +63,7 @@ class Calibrate:
         from jspark.evaluate.collect import Recorder
         from jspark.evaluate.data import read_data
         from jspark.evaluate.figures import draw_reliability
-        from jspark.evaluate.run import Drafter, Settings, context_for, load_checked, open_llm
+        from jspark.evaluate.run import Drafter, Settings, context_for, load_checked, make_ready, open_llm
         from jspark.loading import find_drafter
         from jspark.request import SamplingParams
 
@@ -103,6 +103,8 @@ class Calibrate:
             data = data or [self._self_written(target, tell)]
             llm = open_llm(target, draft, context_for(settings, data, target), settings, recorder)
             total = sum(len(c.turns) or 1 for d in data for c in d.conversations)
+            tell("compiling", 0, total)
+            make_ready([llm], params)
             blocks = {}
             for name, own in zip(CLASSES, params, strict=True):
                 blocks[name] = calibrate.collect(

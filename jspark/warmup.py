@@ -1,13 +1,16 @@
-"""Which programs a server should have before they are asked for, the most useful ones first.
+"""Which programs an engine should have before they are asked for, and making them ready at once.
 
-Knows: the ladders of an engine, and what steps mostly ask for. Does not know: when or where they are compiled.
+Knows: the ladders of an engine, and what steps mostly ask for. Does not know: what compiles a server's, and when.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from jspark.shapes import VerifyShape
+from jspark.shapes import VerifyShape, at_least
 from jspark.step import Sampling
 
 if TYPE_CHECKING:
@@ -50,3 +53,28 @@ def warm_set(engine: Engine) -> list[VerifyShape]:
     if size:
         largest.append(VerifyShape(rows, pages[-1], _EVERYTHING, most, True, several))
     return list(dict.fromkeys([*common, *largest, *between]))
+
+
+def loop_set(engine: Engine, rows: int, sampling: Sampling) -> list[VerifyShape]:
+    """All shapes that up to `rows` requests of one kind can need in an engine with `single_shapes`.
+
+    Row buckets below that of `rows` are not among them.
+    """
+    arguments, config, size = engine.arguments, engine.config, engine.block_size
+    rows, least = at_least(config.row_buckets, rows), engine.least_tokens
+    chunk = arguments.chunk_steps[-1]
+    prefills = dict.fromkeys([None, *(arguments.prefill_shape(chunk, alone=alone) for alone in (True, False))])
+    fewest, most = max(rows, least), max(rows * (size + 1), least)
+    tiers = {t for t in config.token_tiers if fewest <= t < most} if config.verify_mode == "compact" else set()
+    wanted = [(fewest, False), *((t, True) for t in sorted({*tiers, most}) if size)]
+    return [
+        VerifyShape(rows, arguments.page_steps[-1], sampling, tokens, drafts, prefill)
+        for tokens, drafts in wanted
+        for prefill in prefills
+    ]
+
+
+def compile_now(wanted: Iterable[tuple[Engine, VerifyShape]]) -> None:
+    """Makes programs ready side by side: compiling one keeps one core busy, for seconds on a GPU."""
+    with ThreadPoolExecutor(max(1, min(12, (os.cpu_count() or 1) - 1))) as pool:
+        list(pool.map(lambda pair: pair[0].programs.compile(pair[1]), wanted))

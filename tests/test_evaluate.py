@@ -11,6 +11,9 @@ from text_model import text_model
 from jspark.calibration import read_temperatures
 from jspark.cli import main
 from jspark.evaluate import run as run_module
+from jspark.llm import LLM
+from jspark.loading import load_target
+from jspark.request import SamplingParams
 
 DSPARK, DFLASH = "dspark_qwen3_tiny_vanilla_trained", "dflash_qwen3_tiny_trained"
 SIZES = ["--concurrency", "2", "--chunked-prefill-size", "32", "--context-length", "192"]
@@ -228,3 +231,18 @@ def test_bad_flags_are_one_sentence(model, tmp_path, capsys):
     for command, message in cases:
         assert message in refusal(capsys, command)
     assert not (tmp_path / "sts.json").exists()
+
+
+@pytest.mark.parametrize("draft", [None, str(GOLDENS / DSPARK)])
+def test_where_programs_are_made_ready_no_step_compiles_one(model, tmp_path, draft):
+    """As on a GPU, where every missing program would hold up the run for seconds."""
+    params = [SamplingParams(temperature=t, max_tokens=12) for t in (0.0, 1.0)]
+    target = load_target(model, "float32")
+    sizes = {"max_running_requests": 2, "context_length": 192, "chunked_prefill_size": 32, "single_shapes": True}
+    llm = LLM(target, draft, **sizes, **({"verify_mode": "static"} if draft else {}))
+    run_module.make_ready([llm], params)
+    compiled = llm.engine.programs.report.programs
+    assert compiled >= 4
+    for own in params:
+        llm.generate([list(p) for p in prompts(DSPARK)] + [[1] * 70], own)
+    assert llm.engine.programs.report.programs == compiled

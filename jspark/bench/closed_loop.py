@@ -6,10 +6,8 @@ Does not know: arms, models, flags (engine.py has them).
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +18,8 @@ from jspark.engine import Engine
 from jspark.record import StepRecord
 from jspark.request import Request, SamplingParams
 from jspark.results import Flight
-from jspark.shapes import VerifyShape, at_least
 from jspark.step import Sampling
+from jspark.warmup import compile_now, loop_set
 
 
 class WatchedEngine(Engine):
@@ -33,29 +31,9 @@ class WatchedEngine(Engine):
         super().__init__(*args, observer=self.records.append, **kwargs)
 
     def compile(self, rows: int, sampled: bool, coupled: bool) -> None:
-        """Makes all programs ready, side by side, that a closed loop of `rows` requests of one kind can need."""
-        a, size, least = self.arguments, self.block_size, self.least_tokens
-        rows = at_least(self.config.row_buckets, rows)
-        sampling = Sampling(sampled=sampled, coupled=sampled and coupled, rejection=sampled and not coupled)
-        chunk = a.chunk_steps[-1]
-        if self.programs.spec.attention.kernels:
-            prefills = [(chunk, 0, 0)]
-        else:
-            # A prompt alone in its step has one wide tile.
-            alone = [(chunk, 1, chunk)] if chunk > a.tile else []
-            prefills = [*alone, (chunk, a.most_tiles, a.tile)]
-        fewest, most = max(rows, least), max(rows * (size + 1), least)
-        tiers = {t for t in self.config.token_tiers if fewest <= t < most} | {most}
-        if self.config.verify_mode != "compact":
-            tiers = {most}
-        wanted = [(fewest, False), *((t, True) for t in sorted(tiers) if size)]
-        shapes = [
-            VerifyShape(rows, a.page_steps[-1], sampling, tokens, drafts, prefill)
-            for tokens, drafts in wanted
-            for prefill in (None, *prefills)
-        ]
-        with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) - 1))) as pool:
-            list(pool.map(self.programs.compile, shapes))
+        """Makes all programs ready that a closed loop of `rows` requests of one kind can need."""
+        kind = Sampling(sampled=sampled, coupled=sampled and coupled, rejection=sampled and not coupled)
+        compile_now((self, shape) for shape in loop_set(self, rows, kind))
 
     def switch_overlap(self, overlap: bool) -> None:
         """Dispatches a step before the last one is collected, or not; of an idle engine."""

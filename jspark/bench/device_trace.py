@@ -53,13 +53,19 @@ class Trace:
 
 @contextlib.contextmanager
 def traced(wanted: bool) -> Iterator[Trace]:
-    """Profiles what runs inside; the result is there once the block has ended."""
+    """Profiles what runs inside; the result is there once the block has ended.
+
+    Only the device is watched: events of the host, of Python's calls above all, would make the loop slower, and so
+    the pauses longer than they are.
+    """
     trace = Trace()
     if not wanted:
         yield trace
         return
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = options.host_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=options):
             yield trace
         for file in Path(folder).rglob("*.trace.json.gz"):
             trace.time = trace.time or device_time(read_trace(file))

@@ -26,7 +26,9 @@ from jspark.evaluate.collect import Recorder, Run, answer
 from jspark.evaluate.data import DataSet, longest_reach
 from jspark.llm import LLM
 from jspark.loading import UNTRAINED, Target, find_drafter, load_target
-from jspark.request import Sampler, SamplingParams
+from jspark.request import Request, Sampler, SamplingParams
+from jspark.step import Sampling
+from jspark.warmup import compile_now, loop_set
 
 #: γ of prompt lookup and oracle where there is no drafter to take it from.
 DEFAULT_BLOCK_SIZE = 7
@@ -80,6 +82,18 @@ def open_llm(
     )
 
 
+def make_ready(llms: Sequence[LLM], params: Sequence[SamplingParams]) -> None:
+    """Compiles what these requests need, side by side. On a CPU that is too much: steps compile as they come."""
+    kinds = dict.fromkeys(Sampling.of(Request(0, (0,), own).traits) for own in params)
+    engines = [llm.engine for llm in llms if llm.engine.config.single_shapes]
+    compile_now(
+        (engine, shape)
+        for engine in engines
+        for kind in kinds
+        for shape in loop_set(engine, engine.config.max_running_requests, kind)
+    )
+
+
 def context_for(settings: Settings, data: Sequence[DataSet], target: Target) -> int:
     """The context length that holds every conversation; UserError for one that cannot fit."""
     reach = longest_reach(data, target, settings.max_new_tokens, settings.context_length)
@@ -118,6 +132,9 @@ def evaluate(
             d.temperatures.table(llm.engine.block_size)
         arms.append(Arm(d.name, llm.algorithm, llm.engine.block_size, d.temperatures))
     (folder / "parts").mkdir(parents=True, exist_ok=True)
+    ahead = {t for t in settings.temperatures for d in data if not _part(folder, d.name, t).exists()}
+    tell("compiling", 0, 1)
+    make_ready(llms, [_params(settings, t) for t in sorted(ahead)])
     turns = 0
     for d in data:
         for temperature in settings.temperatures:
