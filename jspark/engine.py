@@ -240,7 +240,7 @@ class Engine:
         """New temperatures of confidence, if a refit has ended; steps in flight keep theirs."""
         table = None if self._calibration is None else self._calibration.poll()
         if table is not None:
-            self.programs.use_temperatures(table)
+            self._launch(self.programs.use_temperatures, table)
             self._planner.temperatures = table
 
     def _admit(self, admitted: list[Running]) -> None:

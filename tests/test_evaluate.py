@@ -238,8 +238,15 @@ def test_where_programs_are_made_ready_no_step_compiles_one(model, tmp_path, dra
     """As on a GPU, where every missing program would hold up the run for seconds."""
     params = [SamplingParams(temperature=t, max_tokens=12) for t in (0.0, 1.0)]
     target = load_target(model, "float32")
-    sizes = {"max_running_requests": 2, "context_length": 192, "chunked_prefill_size": 32, "single_shapes": True}
-    llm = LLM(target, draft, **sizes, **({"verify_mode": "static"} if draft else {}))
+    llm = LLM(
+        target,
+        draft,
+        max_running_requests=2,
+        context_length=192,
+        chunked_prefill_size=32,
+        single_shapes=True,
+        verify_mode="static" if draft else "compact",
+    )
     run_module.make_ready([llm], params)
     compiled = llm.engine.programs.report.programs
     assert compiled >= 4
