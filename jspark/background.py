@@ -1,4 +1,4 @@
-"""Work that nobody waits for, one piece after another on a thread of its own.
+"""Work on other threads: what nobody waits for, one piece after another, and what is needed at once, side by side.
 
 Knows: a queue whose urgent pieces go first, and the ends: of the work, of its owner, of the process.
 Does not know: what the work is (programs.py compiles).
@@ -7,12 +7,23 @@ Does not know: what the work is (programs.py compiles).
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 from jspark.errors import JsparkWarning, warn
+
+#: Programs that are compiled at the same time: each keeps one core busy, and the loop has one.
+SIDE_BY_SIDE = max(1, min(12, (os.cpu_count() or 1) - 1))
+
+
+def side_by_side[T](call: Callable[[T], object], pieces: Iterable[T]) -> None:
+    """Calls `call` with every piece, SIDE_BY_SIDE of them at a time; returns, or raises, when all is done."""
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        list(pool.map(call, pieces))
 
 
 class Background[T: Hashable]:

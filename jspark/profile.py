@@ -22,9 +22,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 import jspark
 from jspark.adjust import Tables
+from jspark.background import SIDE_BY_SIDE, side_by_side
 from jspark.checkpoint.cache import cache_dir, make_folder
 from jspark.config import EngineConfig
 from jspark.cost import CostTable, additive
@@ -170,6 +172,11 @@ class Launches:
         return self._rng.integers(self._spec.target.vocab_size, size=shape, dtype=np.int32)
 
 
+def _at_a_time(mesh: Mesh) -> int:
+    """Programs that are compiled, then timed, between two looks at the limit: several where timing is quick."""
+    return 1 if mesh.devices.flat[0].platform == "cpu" else SIDE_BY_SIDE
+
+
 def _seconds(launch: Callable[[], Any], calls: int, before: Callable[[], None] = lambda: None) -> float:
     """Seconds of a launch: median over runs of `calls` launches in a row; the first run does not count."""
     seconds: list[float] = []
@@ -306,7 +313,7 @@ class Profiler:
     def measure(self, launches: Launches, limit: float | None, tell: Tell = tell_nobody) -> Profile:
         """Times the programs of `shapes`, their drafts and the context term.
 
-        limit: seconds after which no further program is compiled and timed, None for all of them; the ends of the
+        limit: seconds after which no further ones are compiled and timed, None for all of them; the ends of the
         ladders are measured in any case, and sizes between measured ones are interpolated.
         """
         started = time.perf_counter()
@@ -315,10 +322,15 @@ class Profiler:
         draft: dict[int, float] = {}
         verify: dict[tuple[int, int], float] = {}
         context: dict[int, tuple[float, float]] = {}
+        ready = 0
         for i, shape in enumerate(shapes):
-            if limit is not None and i >= _ENDS and time.perf_counter() - started > limit:
+            due = i == ready
+            if due and limit is not None and i >= _ENDS and time.perf_counter() - started > limit:
                 break
             tell(i, len(shapes), f"R {shape.rows}, T {shape.verify_tokens}")
+            if due:
+                ready = i + _at_a_time(self.programs.mesh) if i else _ENDS
+                side_by_side(self.programs.compile, shapes[i:ready])
             if shape.drafts and shape.rows not in draft:
                 draft[shape.rows] = launches.draft_seconds(shape, short)
             verify[shape.rows, shape.verify_tokens] = launches.verify_seconds(shape, short)

@@ -5,11 +5,10 @@ Knows: the ladders of an engine, and what steps mostly ask for. Does not know: w
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from jspark.background import side_by_side
 from jspark.shapes import VerifyShape, at_least
 from jspark.step import Sampling
 
@@ -75,6 +74,5 @@ def loop_set(engine: Engine, rows: int, sampling: Sampling) -> list[VerifyShape]
 
 
 def compile_now(wanted: Iterable[tuple[Engine, VerifyShape]]) -> None:
-    """Makes programs ready side by side: compiling one keeps one core busy, for seconds on a GPU."""
-    with ThreadPoolExecutor(max(1, min(12, (os.cpu_count() or 1) - 1))) as pool:
-        list(pool.map(lambda pair: pair[0].programs.compile(pair[1]), wanted))
+    """Makes programs ready, of several engines side by side."""
+    side_by_side(lambda pair: pair[0].programs.compile(pair[1]), wanted)

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from support import check_equals_plain, drafter, mesh, plain, prompts, run, target
 
+from jspark import profile
 from jspark.budget import Auto, GlobalArgmax
 from jspark.cli import main
 from jspark.config import EngineConfig
 from jspark.cost import CostTable, LiveCost
 from jspark.engine import Engine
 from jspark.errors import JsparkWarning, UserError
-from jspark.profile import Profile, Profiler
+from jspark.profile import Launches, Profile, Profiler
 from jspark.request import Request, SamplingParams
 
 NAME = "dspark_qwen3_tiny_vanilla_trained"
@@ -60,6 +61,23 @@ def test_every_size_of_the_ladders_has_a_cost(measured):
         assert list(steps.values()) == sorted(steps.values()), "a larger step is never cheaper"
     assert set(profile.verify) == {(2, 2 * width), (1, 1), (1, width)}, "the ends were timed"
     assert profile.interpolated == len(table.verify) - 3
+
+
+@pytest.mark.filterwarnings("ignore::jspark.errors.JsparkWarning")
+def test_some_programs_are_compiled_and_then_timed_until_the_limit(cache, monkeypatch):
+    """As on a GPU, where timing a program takes no time beside compiling it."""
+    own = engine(cost=STEEP)
+    compiled, timed, order = own.programs.compile, Launches.verify_seconds, []
+    monkeypatch.setattr(profile, "_at_a_time", lambda mesh: 2)
+    monkeypatch.setattr(own.programs, "compile", lambda shape: (order.append("c"), compiled(shape)))
+    monkeypatch.setattr(Launches, "verify_seconds", lambda *args: (order.append("t"), timed(*args))[1])
+    monkeypatch.setattr(Profiler, "contexts", (64, 64))
+    assert own.profile(fresh=True, limit=0).interpolated
+    assert "".join(order) == "ccc" + "ttt"
+    order.clear()
+    assert own.profile(fresh=True).interpolated == 0
+    assert "".join(order).startswith("ccc" + "ttt" + "cc" + "tt")
+    assert order.count("c") == order.count("t")
 
 
 def test_measuring_leaves_the_engine_as_it_was(measured):
