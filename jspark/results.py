@@ -5,7 +5,7 @@ Knows: packets on the host and the rows they belong to. Does not know: the loop,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -49,7 +49,7 @@ def take_in(flight: Flight, packet: Any, now: float, release: Callable[[Running]
     _keep_prompt_logprobs(flight.chunks, packet.prompt_logprobs)
     updates = []
     # Lists: an element of an array costs as much as everything else that is done for a row here.
-    count_of, finished_of = packet.count.tolist(), packet.finished.tolist()
+    count_of, finished_of, logprobs = packet.count.tolist(), packet.finished.tolist(), packet.logprobs
     blocks = zip(packet.window.tolist(), packet.accepted.tolist(), packet.block_accepted.tolist(), strict=True)
     columns = (count_of, finished_of, packet.tokens.tolist(), blocks)
     rows = zip(flight.rows, flight.admissions, *columns, strict=False)
@@ -77,8 +77,8 @@ def take_in(flight: Flight, packet: Any, now: float, release: Callable[[Running]
         elif running.matcher:
             running.matcher.advance(tokens)
         asked = prompt = ()
-        if packet.logprobs is not None and (k := running.request.params.logprobs) is not None:
-            asked = told(tokens, packet.logprobs, i, k)
+        if logprobs is not None and (k := running.request.params.logprobs) is not None:
+            asked = told(tokens, logprobs, i, k)
         if running.prompt_logprobs:
             prompt = tuple(running.prompt_logprobs)
             running.prompt_logprobs.clear()
@@ -110,13 +110,17 @@ def _keep_prompt_logprobs(chunks: list[Chunk], logprobs: Logprobs | None) -> Non
 
 def record(flight: Flight, packet: Any, now: float, block_size: int) -> StepRecord:
     """What an observer sees of a step; before `take_in`, with the rows as they were before the step."""
-    owners = zip(flight.rows, flight.admissions, packet.count.tolist(), strict=False)
-    kept = [i for i, (r, admission, count) in enumerate(owners) if r.holds(admission) and count > 0]
-    rows = [flight.rows[i] for i in kept]
-    confidence = np.full((len(kept), block_size), np.nan, np.float32)
+    rows: Sequence[Running] = flight.rows
+    owners = zip(rows, flight.admissions, packet.count.tolist(), strict=False)
+    ours = [r.holds(admission) and count > 0 for r, admission, count in owners]
+    kept: Any = slice(0, len(rows))
+    if not all(ours):
+        kept = np.flatnonzero(ours)
+        rows = [rows[i] for i in kept]
     drafted = flight.drafted[kept]
+    confidence = np.full((len(rows), block_size), np.nan, np.float32)
     if packet.confidence.shape[1]:
-        confidence[drafted] = packet.confidence[kept][drafted]
+        np.copyto(confidence, packet.confidence[kept], where=drafted[:, None])
     sampled = np.array([r.sampled for r in rows], bool)
     return StepRecord(
         number=flight.number,
