@@ -17,7 +17,8 @@ mkdir -p "$output"
 
 # The tests' own settings take the CPU where nothing is said; without the flag XLA tunes every product for minutes.
 # Tests mostly compile, and share the GPU's memory.
-on_gpu="env JAX_PLATFORMS=cuda XLA_FLAGS=--xla_gpu_enable_triton_gemm=false XLA_PYTHON_CLIENT_PREALLOCATE=false"
+untuned="XLA_FLAGS=--xla_gpu_enable_triton_gemm=false"
+gpu_tests="env JAX_PLATFORMS=cuda $untuned XLA_PYTHON_CLIENT_PREALLOCATE=false python -m pytest -p no:benchmark -n 8 -q"
 
 run() { # seconds, command…
     limit=$1
@@ -27,7 +28,7 @@ run() { # seconds, command…
 }
 
 attention() {
-    run 240 $on_gpu python -m pytest -p no:benchmark -n 8 -m gpu tests/test_attention_gpu.py tests/test_mosaic.py -q -k "not goldens"
+    run 240 $gpu_tests -m gpu tests/test_attention_gpu.py tests/test_mosaic.py -k "not goldens"
     run 240 python -m jspark bench kernels --output "$output/kernels.json"
     run 120 python benchmarks/kv_write.py "$output/kv_write.json"
 }
@@ -39,11 +40,11 @@ steps() {
 soak() {
     seconds=${1:-570}
     # Every shape is compiled anew, and so is its reference in float32.
-    run $((seconds + 25)) env XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python -m jspark bench kernels --soak "$seconds" --output "$output/kernels_soak.json"
+    run $((seconds + 25)) env $untuned python -m jspark bench kernels --soak "$seconds" --output "$output/kernels_soak.json"
 }
 
 goldens() {
-    run 500 $on_gpu python -m pytest -p no:benchmark -n 8 -m "not slow" tests/test_goldens.py tests/test_attention_gpu.py tests/test_landing.py -q -k "golden or runs or tokens or ends"
+    run 500 $gpu_tests -m "not slow" tests/test_goldens.py tests/test_attention_gpu.py tests/test_landing.py -k "golden or runs or tokens or ends"
 }
 
 engine() {
@@ -61,6 +62,7 @@ drafter() {
     shipped=jspark/checkpoint/shipped/smollm2-135m-dspark
     run 200 python -m jspark calibrate --model-path smollm2-135m --speculative-draft-model-path $shipped \
         --num-prompts 2000 --output "$output/smollm2-135m-dspark-sts.json"
+    # Line 120 of arena-hard-v2 does not fit the context.
     # shellcheck disable=SC2086
     run 380 python -m jspark eval --model-path smollm2-135m $files --speculative-draft-model-path shipped=$shipped $arms \
         --speculative-dspark-confidence-sts-path "shipped=$output/smollm2-135m-dspark-sts.json" \

@@ -55,10 +55,8 @@ class SlotTables:
         self._tables = Tables()
 
     def admit(self, request: Request, output: Sequence[int], slot: int) -> None:
-        """Writes what `request` needs; `output`: what it has committed before a preemption."""
+        """Writes what a penalized or steered request needs; output: what it committed before a preemption."""
         penalties, steering = request.params.penalized, request.steered
-        if not (penalties or steering):
-            return
         have = self._tables
         missing = empty_tables(self._slots, self._vocab).only(
             penalties=penalties and have.seen is None, steering=steering and have.bias is None

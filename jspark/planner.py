@@ -18,7 +18,7 @@ from jspark.online import AcceptanceByPosition
 from jspark.online_sts import OnlineCalibration
 from jspark.results import Flight
 from jspark.scheduler import Running, Work
-from jspark.shapes import at_least
+from jspark.shapes import at_least, verify_ends
 from jspark.step_cost import StepCost
 from jspark.sts import calibrated
 
@@ -102,8 +102,8 @@ class Planner:
             slots = result.slots[held]
             self.acceptance.observe(self._sampled[slots], result.window[held], result.accepted[held])
             self._confidence[slots] = result.confidence[held]
-        mode, width = self._config.verify_mode, self.block_size + 1
-        fewest, most = max(count, self._least), max(count * width, self._least)
+        mode = self._config.verify_mode
+        fewest, most = verify_ends(count, self.block_size, self._least)
         tiers = (*(t for t in self._config.token_tiers if fewest <= t < most), most)
         decode = work.decode
         slots = work.slots[: len(decode)]

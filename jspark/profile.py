@@ -34,7 +34,7 @@ from jspark.errors import UserError, warn
 from jspark.files import MAX_JSON, UnreadableError, read_text
 from jspark.programs import Programs
 from jspark.propose import Proposal
-from jspark.shapes import ProposeShape, VerifyShape, at_least
+from jspark.shapes import ProposeShape, VerifyShape, at_least, verify_ends
 from jspark.sizing import least_tokens
 from jspark.state import SLOT, PackedArgs, SlotTable, StepArgs
 from jspark.step import Pools, Sampling
@@ -301,7 +301,7 @@ class Profiler:
         pages = self.pages(self.contexts[0])
         full, plain, between = [], [], []
         for rows in (buckets[-1], *buckets[:-1]):
-            fewest, most = max(rows, least), max(rows * (size + 1), least)
+            fewest, most = verify_ends(rows, size, least)
             full.append(VerifyShape(rows, pages, Sampling(), most, True, None))
             plain.append(VerifyShape(rows, pages, Sampling(), fewest, False, None))
             tiers = [t for t in self.config.token_tiers if fewest < t < most] if compact else []
@@ -313,7 +313,7 @@ class Profiler:
     def measure(self, launches: Launches, limit: float | None, tell: Tell = tell_nobody) -> Profile:
         """Times the programs of `shapes`, their drafts and the context term.
 
-        limit: seconds after which no further ones are compiled and timed, None for all of them; the ends of the
+        limit: seconds after which no further program is compiled and timed, None for all of them; the ends of the
         ladders are measured in any case, and sizes between measured ones are interpolated.
         """
         started = time.perf_counter()

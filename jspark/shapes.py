@@ -63,6 +63,11 @@ def at_least(steps: tuple[int, ...], wanted: int) -> int:
     return next(s for s in steps if s >= wanted)
 
 
+def verify_ends(rows: int, block_size: int, least: int) -> tuple[int, int]:
+    """Packed verify rows of `rows` requests without drafts and with whole blocks; least: see `least_tokens`."""
+    return max(rows, least), max(rows * (block_size + 1), least)
+
+
 def serves(have: VerifyShape, wanted: VerifyShape, chunks: Sequence[int] = ()) -> bool:
     """Whether the program `have` runs a step that asks for `wanted`, with the tokens that `wanted` would give.
 

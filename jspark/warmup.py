@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from jspark.background import side_by_side
-from jspark.shapes import VerifyShape, at_least
+from jspark.shapes import VerifyShape, at_least, verify_ends
 from jspark.step import Sampling
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def warm_set(engine: Engine) -> list[VerifyShape]:
     common, between = [], []
     for kind in _KINDS:
         for rows in config.row_buckets:
-            fewest, most = max(rows, engine.least_tokens), max(rows * (size + 1), engine.least_tokens)
+            fewest, most = verify_ends(rows, size, engine.least_tokens)
 
             def shape(tokens, drafts, prefill, rows=rows, kind=kind):
                 return VerifyShape(rows, pages[0], kind, tokens, drafts, prefill)
@@ -47,7 +47,7 @@ def warm_set(engine: Engine) -> list[VerifyShape]:
             tiers = [t for t in config.token_tiers if fewest < t < most] if compact and size else []
             between += [shape(t, True, None) for t in tiers]
     rows = config.row_buckets[-1]
-    fewest, most = max(rows, engine.least_tokens), max(rows * (size + 1), engine.least_tokens)
+    fewest, most = verify_ends(rows, size, engine.least_tokens)
     largest = [VerifyShape(rows, pages[-1], _EVERYTHING, fewest, False, several)]
     if size:
         largest.append(VerifyShape(rows, pages[-1], _EVERYTHING, most, True, several))
@@ -60,10 +60,10 @@ def loop_set(engine: Engine, rows: int, sampling: Sampling) -> list[VerifyShape]
     Row buckets below that of `rows` are not among them.
     """
     arguments, config, size = engine.arguments, engine.config, engine.block_size
-    rows, least = at_least(config.row_buckets, rows), engine.least_tokens
+    rows = at_least(config.row_buckets, rows)
     chunk = arguments.chunk_steps[-1]
     prefills = dict.fromkeys([None, *(arguments.prefill_shape(chunk, alone=alone) for alone in (True, False))])
-    fewest, most = max(rows, least), max(rows * (size + 1), least)
+    fewest, most = verify_ends(rows, size, engine.least_tokens)
     tiers = {t for t in config.token_tiers if fewest <= t < most} if config.verify_mode == "compact" else set()
     wanted = [(fewest, False), *((t, True) for t in sorted({*tiers, most}) if size)]
     return [

@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,6 @@ from jspark.config import DecoderConfig, EngineConfig, RopeConfig
 from jspark.cost import CostTable
 from jspark.engine import Engine
 from jspark.kv import PageAllocator
-from jspark.launcher import Launcher
 from jspark.mask import Mask
 from jspark.programs import Programs
 from jspark.propose import Proposal
@@ -161,14 +159,6 @@ class StandIns(Programs):
         return self._launch(program, *args)
 
 
-class _InTurn(Launcher):
-    """Launches in the loop's thread, so that every stage has its own time; an engine's run beside the others."""
-
-    def run[**P, T](self, apart: bool, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Runs `call` here."""
-        return super().run(False, call, *args, **kwargs)
-
-
 @dataclass(frozen=True)
 class _Counted(PackedPacket):
     """A packet whose buffer comes from the device, and its contents from the host."""
@@ -273,7 +263,8 @@ def _engine(settings: Settings, rows: int, mesh: Mesh, clock: Clock, rng: np.ran
     engine = Engine(config, (models[0], target), (models[1], drafter), policy=GlobalArgmax(cost), mesh=mesh)
     stand_ins = StandIns(engine.programs, clock, rows, rng)
     engine.programs = stand_ins
-    engine._launcher = _InTurn()
+    # In the loop's thread, so that every stage has its own time.
+    engine._launch = partial(engine._launcher.run, False)  # type: ignore[method-assign]
     admit = engine._admit
 
     def admit_and_note(admitted: list[Running]) -> None:
